@@ -208,6 +208,7 @@ CUTS = {  # rows of a request, beside which the context is long enough to be cut
     "a tree over a cut": Req(1000, parents=random_tree(random.Random(3), 60)),
     "a long context": Req(8200, parents=[0, 1, 0]),
     "a very long context": Req(32_760, parents=[0]),
+    "the longest context": pytest.param(Req(131_000, parents=[0, 0]), marks=pytest.mark.slow),
 }
 
 

@@ -9,8 +9,8 @@ template <class T> using Tokens = const T* const*;
 constexpr int64_t MAX_TOKEN = 1 << 15;  // maximum dimensions of a token, over all heads
 template <class T> alignas(64) constexpr T ZEROS[MAX_TOKEN] = {};
 
-// One head of the tokens that are read next, in the order of the current reads. Few lines then
-// occupy L1, and none is evicted before it is read.
+// One head of the tokens that are read next, in the order of the current reads. Lines are prefetched
+// into L2 only: prefetches into L1 wait for memory in the few miss buffers that the reads need.
 struct Prefetch {
   const void* const* tokens = nullptr;
   int64_t head = 0;  // first byte of the head
@@ -19,7 +19,7 @@ struct Prefetch {
   void lines(int j, int64_t at, int bytes) const {
     if (!tokens || (bytes < 64 && at % 64)) return;
     const char* from = (const char*)tokens[j] + head + at;
-    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
   }
 };
 
