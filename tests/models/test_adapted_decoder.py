@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specserve.models.adapters import AdapterSlots, read_adapter
-from specserve.models.decoder_config import load_config
 from specserve.models.loader import load_decoder
+from specserve.models.parse_config import load_config
 from specserve_kernels import AdapterRows, cpu, reference
 from specserve_kernels.ops import EagerProgram
 from tests.checkpoints import save_quietly, tiny_checkpoint
