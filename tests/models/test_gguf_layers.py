@@ -14,7 +14,7 @@ from specserve.models.source import open_source
 from specserve_kernels import reference
 from tests.models.forward import logits, prompt
 from tests.models.gguf_files import TIED, write
-from tests.models.test_gguf import NEW, PROMPTS, greedy
+from tests.models.test_gguf import FLOAT, NEW, PROMPTS, greedy
 
 GEMMA3N = {"vocab_size_per_layer_input": 320}  # converters fill the table up
 DELTA = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
@@ -44,7 +44,7 @@ def test_the_config_and_the_logits_are_those_of_the_checkpoint(tmp_path, family,
     got, want = open_source(file).config(), open_source(plain).config()
     if family != "falcon_h1":  # whose weights include the factors
         check_config(got, want)
-    models = [load_decoder(path, "fp32", reference) for path in (file, plain)]
+    models = [load_decoder(path, "fp32", reference, rounding=FLOAT) for path in (file, plain)]
     torch.testing.assert_close(*(logits(m, prompt(320, 61)) for m in models), rtol=1e-3, atol=1e-3)
     estimate = weight_bytes(file, "fp32", reference)
     assert abs(estimate - models[0].weights.forms.num_bytes) < 0.1 * estimate
@@ -81,7 +81,7 @@ def test_old_files_of_qwen3_next_have_all_inputs_in_one_map(tmp_path):
 
     file, plain = write(tmp_path, "qwen3_next", "F32", edit=edit, **DELTA)
     open_source(file).check()
-    models = [load_decoder(path, "fp32", reference) for path in (file, plain)]
+    models = [load_decoder(path, "fp32", reference, rounding=FLOAT) for path in (file, plain)]
     torch.testing.assert_close(*(logits(m, prompt(320, 29)) for m in models), rtol=1e-3, atol=1e-3)
 
 
@@ -97,7 +97,7 @@ def test_a_gate_of_one_row_may_be_a_matrix(tmp_path):
     file, plain = write(tmp_path, "qwen2_moe", edit=edit)
     assert read_header(file).tensors["blk.0.ffn_gate_inp_shexp.weight"].shape == (1, 64)
     open_source(file).check()
-    models = [load_decoder(path, "fp32", reference) for path in (file, plain)]
+    models = [load_decoder(path, "fp32", reference, rounding=FLOAT) for path in (file, plain)]
     torch.testing.assert_close(*(logits(m, prompt(320, 29)) for m in models), rtol=1e-3, atol=1e-3)
 
 
@@ -134,7 +134,7 @@ def test_files_may_have_keys_and_values_that_no_layer_uses(tmp_path):
 
     file, plain = write(tmp_path, "gemma4", edit=edit)
     open_source(file).check()
-    models = [load_decoder(path, "fp32", reference) for path in (file, plain)]
+    models = [load_decoder(path, "fp32", reference, rounding=FLOAT) for path in (file, plain)]
     torch.testing.assert_close(*(logits(m, prompt(320, 29)) for m in models), rtol=1e-3, atol=1e-3)
 
 
