@@ -296,7 +296,8 @@ def ops_of(config):
         *("rope_write_kv", "attention", "linear", *when(norms.after_attention, "norm")),
     ]
     has_shared = config.mixture is not None and config.mixture.shared_width
-    shared = when(has_shared, "linear", "linear")
+    bends = when(style is not None and not style.is_gated, "elementwise")
+    shared = when(has_shared, "linear", *bends, "linear")
     shared += when(has_shared and style.has_shared_gate, "linear", "add_gated")
     is_ungated = config.family.ungated is not None
     maps = {
@@ -308,7 +309,7 @@ def ops_of(config):
         ),
         True: (
             *("linear", "route", *when(has_shared and style.weighs_input, "weigh_rows")),
-            *("expert_maps", "expert_maps", "add_experts", *shared),
+            *("expert_maps", *bends, "expert_maps", "add_experts", *shared),
         ),
     }
     if config.num_streams > 1:
