@@ -23,7 +23,6 @@ LAYERS = [  # ground floor first
     ("specserve.models",),
     ("specserve.exchange",),
     ("specserve.speculation.constants",),
-    ("specserve.speculation.row_buckets", "specserve.speculation.steps"),
     ("specserve.speculation.costs",),
     ("specserve.scheduling",),
     ("specserve.engine.runner",),

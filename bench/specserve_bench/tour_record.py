@@ -11,9 +11,8 @@ from specserve import LLM, SamplingParams
 from specserve.api.outputs import Output
 from specserve.exchange.messages import CostState, PlanState, RowCost, SpeculationState, StepDetails
 from specserve.exchange.sampling_params import SpeculationParams
-from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
-from specserve.speculation.request_draft import RequestDraft
-from specserve.speculation.steps import Step
+from specserve.speculation.adaptive_speculator import AdaptiveSpeculator, RequestDraft
+from specserve.speculation.costs import Step
 from specserve.text.chat_template import ChatOptions
 from specserve.text.template_messages import Message
 from specserve_drafters.trie import ranked

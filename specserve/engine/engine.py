@@ -30,11 +30,11 @@ from specserve.memory.blocks import BlockPool, Keys, KVTables
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.processors import LogitsProcessor
 from specserve.scheduling.scheduler import StepBudget
+from specserve.speculation.costs import PlainSteps
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.executor import ModelExecutor
 from specserve.speculation.head_model import HeadModel
 from specserve.speculation.speculator import Speculator
-from specserve.speculation.steps import PlainSteps
 from specserve.speculation.verify import (
     NO_COUNTS,
     AcceptedPath,

@@ -22,8 +22,7 @@ from specserve.memory.sessions import Sessions
 from specserve.memory.tiers import Load, loadable
 from specserve.scheduling.request import Request, ScheduledRequest
 from specserve.speculation.constants import FINE
-from specserve.speculation.costs import StepCosts
-from specserve.speculation.steps import Step
+from specserve.speculation.costs import Step, StepCosts
 
 
 class RunningCounts:

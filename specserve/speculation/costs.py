@@ -14,12 +14,17 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from statistics import median
 from threading import Lock
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
+from specserve.exchange.messages import PlainStep
 from specserve.speculation.constants import (
+    BAND,
+    CHANGED,
     FEW,
     FINE,
     FIRST_SECONDS,
@@ -27,18 +32,310 @@ from specserve.speculation.constants import (
     HOPE,
     HOPED,
     KNOWN,
+    LATEST,
     LEAST_SECONDS,
     LEAST_SHARE,
     LONG_AGO,
+    PRIOR,
+    RANK,
     RECENT,
     RIDGE,
     STALE,
     TILE,
     TOO_HIGH,
+    WINDOW,
+    WRONG,
 )
-from specserve.speculation.row_buckets import RowBucket, Sample, fitted, key_of
-from specserve.speculation.steps import Step
 from specserve_kernels.cpu import drafting
+
+
+class Step(msgspec.Struct):
+    """A step before its draft tokens are chosen, and its allowed time."""
+
+    rows: int  # roots and prompt rows
+    context: int  # tokens whose KV is read
+    requests: int
+    num_roots: int
+    prompt_rows: int = 0
+    attended: int = 0  # tokens of context, summed over rows
+    # Tokens of context of all roots: each row of a draft attends to its root's context
+    root_context: int = 0
+    spent: float = 0.0  # seconds of drafting, expected until it is done
+    allowed: float = float("inf")  # seconds until the tightest target is missed
+    kept: float = 1.0  # share of the expected draft tokens that are accepted
+
+    @property
+    def native(self) -> drafting.StepFields:
+        """Return it for code in C++."""
+        rows = self.rows, self.num_roots, self.prompt_rows
+        context = self.context, self.requests, self.attended, self.root_context
+        return drafting.StepFields(*rows, *context, self.spent, self.allowed, self.kept)
+
+    @property
+    def root_tokens(self) -> float:
+        """Return the tokens of the roots, in expected draft tokens: plans compare both."""
+        return self.num_roots / self.kept
+
+    def attended_with(self, drafts: int) -> float:
+        """Return `attended` with so many draft tokens added."""
+        return self.attended + drafts * self.root_context / max(self.num_roots, 1)
+
+    def with_prompt(self, rows: int, context: int) -> "Step":
+        """Add rows of another prompt; each of them attends to `context` tokens."""
+        return msgspec.structs.replace(
+            self,
+            rows=self.rows + rows,
+            context=self.context + context,
+            requests=self.requests + 1,
+            prompt_rows=self.prompt_rows + rows,
+            attended=self.attended + rows * context,
+        )
+
+    @property
+    def without_prompts(self) -> "Step":
+        """Return the step with its roots only."""
+        if not self.prompt_rows:
+            return self
+        rows, context = self.rows - self.prompt_rows, self.root_context
+        return msgspec.structs.replace(
+            self, rows=rows, context=context, requests=rows, prompt_rows=0, attended=context
+        )
+
+    def allowed_with_draft(self, roots: float) -> float:
+        """Return the allowed time with draft tokens, if the roots take `roots` seconds. A target
+        that the roots miss does not limit drafts, because only drafts can meet it.
+        """
+        return self.allowed if roots <= self.allowed else float("inf")
+
+
+def prefill_value(prompts: float, tokens: Sequence[float], seconds: Sequence[float]) -> float:
+    """Return the value of prompt rows in tokens: as many as the streams would get in the same time.
+
+    Otherwise time would seem cheap in a step with long prompts. Draft tokens would lengthen it, for
+    tokens that the next steps produce faster.
+    """
+    rates = (t / (s - prompts) for t, s in zip(tokens, seconds, strict=True) if s > prompts)
+    return prompts * max(rates, default=0.0)
+
+
+class PlainSteps:
+    """Measured whole steps without drafting, grouped by context up to the next power of two."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, deque[tuple[int, float]]] = {}
+
+    def observe(self, step: Step, rows: int, seconds: float) -> None:
+        """Count a step of `rows` rows, draft tokens included, if its only row is a request's
+        root.
+        """
+        if rows != 1 or step.num_roots != 1:
+            return
+        latest = self.steps.setdefault(step.context.bit_length(), deque(maxlen=LATEST))
+        latest.append((step.context, seconds))
+
+    def reset(self) -> None:
+        self.steps = {}
+
+    @property
+    def state(self) -> list[PlainStep]:
+        """Return the medians by rising context."""
+        each = [[*zip(*self.steps[size], strict=True)] for size in sorted(self.steps)]
+        return [PlainStep(int(median(c)), median(s), len(s)) for c, s in each]
+
+
+class Sample(NamedTuple):
+    """A measured step, with its time corrected for other load."""
+
+    context: float  # tokens whose KV was read
+    attended: float  # tokens of context, summed over rows
+    requests: int
+    seconds: float
+
+    def scaled(self, factor: float) -> "Sample":
+        return self._replace(seconds=max(LEAST_SECONDS, self.seconds * factor))
+
+    def added(self, by: Sequence[float]) -> float:
+        """Return the seconds that context, attention and requests added."""
+        return by[0] * self.context + by[1] * self.attended + by[2] * self.requests
+
+    def of_rows(self, by: Sequence[float]) -> float:
+        """Return the seconds of the rows only."""
+        return max(self.seconds - self.added(by), LEAST_SHARE * self.seconds)
+
+
+class Cell:
+    """The latest steps of a bucket with similar context per row and number of requests."""
+
+    def __init__(self) -> None:
+        self.samples: deque[Sample] = deque(maxlen=WINDOW)
+        self.point: Sample | None = None  # the estimate, once it is known
+        self.last = -LONG_AGO  # number of the step that was last added
+        self.num_new = 0  # samples since the last long gap between two of them
+
+    @property
+    def is_trusted(self) -> bool:
+        """Return whether the cell was measured lately: then a different time shows how busy the
+        machine is.
+        """
+        return self.num_new >= KNOWN
+
+    def add(self, sample: Sample, by: Sequence[float], number: int) -> bool:
+        """Add a step; return whether the estimate has changed. KNOWN new samples after a long gap
+        replace the old ones.
+        """
+        self.num_new = self.num_new + 1 if number - self.last < LONG_AGO else 1
+        self.last = number
+        self.samples.append(sample)
+        if self.num_new == KNOWN:
+            self.samples = deque([*self.samples][-KNOWN:], WINDOW)
+        if self.point is None and len(self.samples) < KNOWN:
+            return False
+        before, rank = self.point, len(self.samples) * RANK // WINDOW
+        reading, attending, asking = by  # see `Sample.added`: a step needs this of all samples
+        of_rows = [s - (reading * c + attending * a + asking * r) for c, a, r, s in self.samples]
+        found = self.samples[sorted(range(len(of_rows)), key=of_rows.__getitem__)[rank]]
+        if found is before:
+            return False
+        if before is not None:
+            usual = before.of_rows(by)
+            if abs(found.of_rows(by) - usual) <= CHANGED * usual:
+                return False
+        self.point = found
+        return True
+
+    def scale(self, factor: float) -> None:
+        self.samples = deque((sample.scaled(factor) for sample in self.samples), WINDOW)
+        if self.point is not None:
+            self.point = self.point.scaled(factor)
+
+
+CellKey = tuple[int, int]  # size class of context per row, and of the number of requests
+
+
+def key_of(rows: int, sample: Sample) -> CellKey:
+    return (int(sample.attended / rows) // BAND).bit_length(), int(sample.requests).bit_length()
+
+
+class RowBucket:
+    """The latest steps of one row bucket."""
+
+    def __init__(self) -> None:
+        self.cells: dict[CellKey, Cell] = {}
+        self.latest: Cell | None = None  # the known cell with the latest step
+        self.estimate = 0.0  # seconds of the rows only; 0 until it is known
+        self.last = 0  # number of the step that was last added to `latest`
+        self.kept = 0.0  # the estimate of an earlier start, or of start-up
+        self.unproven = 0  # number of further steps that must contradict `kept`
+        self.fastest: float | None = None  # the result of `least`; None after a change
+
+    def point(self, key: CellKey) -> Sample | None:
+        return self.cells[key].point if key in self.cells else None
+
+    def add(self, key: CellKey, sample: Sample, by: Sequence[float], number: int) -> bool:
+        """Add a step with its number; return whether the estimate has changed."""
+        self.fastest = None
+        cell = self.cells.setdefault(key, Cell())
+        has_changed = cell.add(sample, by, number)
+        if cell.point is None:
+            return self.latest is None  # a few steps may count, see `StepCosts.fill`
+        has_changed |= cell is not self.latest
+        self.latest, self.last = cell, number
+        return has_changed
+
+    def begin_with(self, key: CellKey, sample: Sample) -> None:
+        """Use a step of an earlier start."""
+        self.fastest = None
+        self.latest = self.cells[key] = cell = Cell()
+        cell.samples.append(sample)
+        cell.point = sample
+
+    @property
+    def points(self) -> list[Sample]:
+        return [cell.point for cell in self.cells.values() if cell.point is not None]
+
+    def settle(self, by: Sequence[float]) -> None:
+        """Update the estimate from the latest known cell."""
+        point = None if self.latest is None else self.latest.point
+        self.estimate = 0.0 if point is None else point.of_rows(by)
+
+    def least(self, by: Sequence[float]) -> float:
+        """Return the seconds of its fastest step; 0 if there is none."""
+        if self.fastest is None:
+            each = (s.of_rows(by) for cell in self.cells.values() for s in cell.samples)
+            self.fastest = min(each, default=0.0)
+        return self.fastest
+
+    def forget_stale(self, number: int) -> None:
+        """Drop cells with few steps that are older than STALE steps."""
+        self.fastest = None
+        for key, cell in [*self.cells.items()]:
+            if len(cell.samples) < WINDOW and number - cell.last >= STALE:
+                del self.cells[key]
+        known = [cell for cell in self.cells.values() if cell.point is not None]
+        self.latest = max(known, key=lambda cell: cell.last, default=None)
+
+    def contradicts(self, ratio: float) -> bool:
+        """Return whether this step completes a series of first steps that contradict stored
+        costs.
+        """
+        if self.unproven == 0:
+            return False
+        is_far = not 1 / WRONG < ratio < WRONG
+        self.unproven = self.unproven - 1 if is_far else 0
+        return is_far and self.unproven == 0
+
+
+def fitted(buckets: Iterable[RowBucket], before: Sequence[float]) -> list[float]:
+    """Fit the seconds that a token of context, a row's attention to it, and a request add.
+
+    Uses least squares of relative errors, with no value below 0. Only steps of one bucket are
+    compared, so the cost of rows has no effect. Values that no bucket shows are taken from
+    `before`.
+    """
+    sums, sizes = [[0.0] * 4 for _ in range(3)], [0.0] * 3
+    for bucket in buckets:
+        known = [(len(c.samples), c.point) for c in bucket.cells.values() if c.point is not None]
+        if len(known) > 1:
+            add_differences(sums, sizes, known)
+    shown = [i for i in range(3) if sums[i][i] > 0]
+    reading, attending, asking = sizes
+    prior = PRIOR * (reading + attending / RIDGE**2)
+    for i, more in enumerate((prior, prior * RIDGE**2, PRIOR * asking)):
+        sums[i][i] += more
+    found = [0.0 if i in shown else before[i] for i in range(3)]
+    for i, value in solved(sums, shown).items():
+        found[i] = value
+    return found
+
+
+def solved(sums: list[list[float]], kept: list[int]) -> dict[int, float]:
+    """Solve the equations; leave out unknowns that would be below 0."""
+    while kept:
+        left = np.array([[sums[i][k] for k in kept] for i in kept])
+        found = np.linalg.solve(left, [sums[i][3] for i in kept])
+        if found.min() >= 0:
+            return dict(zip(kept, found.tolist(), strict=True))
+        worst = kept[int(found.argmin())]
+        kept = [i for i in kept if i != worst]
+    return {}
+
+
+def add_differences(
+    sums: list[list[float]], sizes: list[float], known: Sequence[tuple[int, Sample]]
+) -> None:
+    """Add a bucket's part of the normal equations, and squares of the unknowns' sizes relative to
+    the step's time. Each sample has a number of steps as weight.
+    """
+    each = [(number / point.seconds**2, point) for number, point in known]
+    whole = sum(weight for weight, _ in each)
+    usual = [sum(w * point[i] for w, point in each) / whole for i in range(4)]
+    for i in range(3):
+        sizes[i] += (usual[i] / usual[3]) ** 2
+    for weight, point in each:
+        more = [point[i] - usual[i] for i in range(4)]
+        for i in range(3):
+            for k in range(4):
+                sums[i][k] += weight * more[i] * more[k]
 
 
 def edges(most: int) -> list[int]:

@@ -24,9 +24,8 @@ from specserve.exchange.messages import (
     VerifiedTree,
 )
 from specserve.scheduling import Request, ScheduledRequest
-from specserve.speculation.costs import StepCosts
+from specserve.speculation.costs import Step, StepCosts
 from specserve.speculation.planner import Plan
-from specserve.speculation.steps import Step
 from specserve_drafters import ROOT, Draft
 from specserve_drafters.tenants import TenantScope
 from specserve_kernels import Logprobs

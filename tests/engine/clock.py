@@ -10,7 +10,6 @@ from specserve.speculation import (
     draft_depth,
     head_model,
     recycler,
-    source_chooser,
     speculator,
 )
 
@@ -24,7 +23,6 @@ TIMED = (
     recycler,
     request,
     scheduler,
-    source_chooser,
     speculator,
 )
 

@@ -17,11 +17,10 @@ from specserve.exchange.sampling_params import Sampling, choices_of
 from specserve.memory.blocks import PendingUpdates
 from specserve.models.loader import load_decoder
 from specserve.models.weight import AS_STORED
-from specserve.speculation.accounts import SourceAccount
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
 from specserve.speculation.costs import StepCosts
 from specserve.speculation.draft_depth import DraftDepthController
-from specserve.speculation.planner import Plan
+from specserve.speculation.planner import Plan, SourceAccount
 from specserve.speculation.speculator import FixedSpeculator
 from specserve_drafters import ROOT, Draft
 from specserve_drafters.candidates import Selection

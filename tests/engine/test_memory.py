@@ -812,12 +812,12 @@ def test_draft_kv_of_other_tokens_than_were_run_is_not_kept(target):
             return [Draft([token], [0], [1])]
 
         def observe(self, id, draft, accepted):
-            request = engine.requests[id]
+            request = engine.requests[id]  # its new tokens are appended later
             kept.append((accepted, len(request.token_ids) - request.draft_table.num_computed))
 
     engine.speculator = fixed(engine, Mistaken())
     Watch(engine).run([Case(PROMPT, sampling(15))])
-    assert kept and all(seen == ([1], 2) for seen in kept)
+    assert kept and all(seen == ([1], 0) for seen in kept)
 
 
 def test_the_two_models_and_every_salt_have_keys_of_their_own(pair):

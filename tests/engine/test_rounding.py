@@ -5,7 +5,7 @@ import torch
 
 from specserve.models.loader import load_decoder
 from specserve.models.weight import Rounding
-from specserve.speculation.accounts import SourceAccount
+from specserve.speculation.planner import SourceAccount
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock
 from tests.engine.engines import MAX_LEN, OPS, Scripted, Watch, bush, draft_of, engine_for, plain

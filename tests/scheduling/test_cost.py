@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specserve.speculation.constants import KNOWN, STALE, WINDOW
-from specserve.speculation.costs import KnownCosts, StepCosts, edges
-from specserve.speculation.row_buckets import Sample
-from specserve.speculation.steps import Step
+from specserve.speculation.costs import KnownCosts, Sample, Step, StepCosts, edges
 
 
 def true_seconds(rows, context=0, requests=1):

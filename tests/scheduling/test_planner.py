@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from specserve.scheduling.scheduler import LEAST_CHUNK, allowed_seconds, prompt_rows
 from specserve.speculation.constants import KNOWN, LONG_AGO
-from specserve.speculation.costs import StepCosts
+from specserve.speculation.costs import Step, StepCosts
 from specserve.speculation.draft_depth import DraftDepthPolicy
 from specserve.speculation.planner import ExplorationSchedule, Planner, choose, tokens_behind
-from specserve.speculation.steps import Step
 from specserve_drafters import ROOT
 from specserve_drafters.native import NativeCalibration
 from specserve_drafters.trie import Calibration, RequestCandidates, Trie

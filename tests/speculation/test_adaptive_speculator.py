@@ -7,14 +7,11 @@ import pytest
 
 from specserve.api.outputs import Generation
 from specserve.exchange.sampling_params import Sampling, Slo, SpeculationParams
-from specserve.speculation import accounts
-from specserve.speculation.accounts import Trust
-from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
-from specserve.speculation.costs import StepCosts
-from specserve.speculation.planner import choose
-from specserve.speculation.source_chooser import SourceChooser
+from specserve.speculation import planner
+from specserve.speculation.adaptive_speculator import AdaptiveSpeculator, SourceChooser
+from specserve.speculation.costs import Step, StepCosts
+from specserve.speculation.planner import Trust, choose
 from specserve.speculation.speculator import UserSource
-from specserve.speculation.steps import Step
 from specserve.speculation.verify import DraftSources
 from specserve.text.tokenizer import Tokenizer
 from specserve_bench.local import reset_learned
@@ -272,7 +269,7 @@ NEVER, LATER = range(0), range(100, 300)  # lengths at which guesses are right
 @pytest.fixture
 def often(monkeypatch):
     """Trials may take so much time that a short text shows them."""
-    monkeypatch.setattr(accounts, "EXPLORATION", 0.04)
+    monkeypatch.setattr(planner, "EXPLORATION", 0.04)
 
 
 def test_a_source_that_takes_more_time_than_it_saves_is_dropped_and_rarely_asked_again(
@@ -437,7 +434,7 @@ def test_requests_behind_their_targets_say_so_of_the_most_urgent_priority_only(t
 def test_where_draft_tokens_save_no_time_nothing_is_asked_or_planned_in_most_steps(target, clock):
     engine, source = run_paced(target, clock, NEVER, 0.1)
     assert engine.stats.num_steps == 270
-    assert 0.1 * len(source.asked) <= accounts.AT_FIRST + accounts.EXPLORATION * 270
+    assert 0.1 * len(source.asked) <= planner.AT_FIRST + planner.EXPLORATION * 270
 
 
 @pytest.mark.parametrize("takes", [0.1, 0.3])
@@ -446,7 +443,7 @@ def test_a_request_is_asked_in_every_step_again_once_draft_tokens_are_right(
 ):
     engine, source = run_paced(target, clock, LATER, takes)
     _, *early = [known for known in source.asked if known not in LATER]
-    assert takes * len(early) <= accounts.AT_FIRST + accounts.EXPLORATION * LATER.start
+    assert takes * len(early) <= planner.AT_FIRST + planner.EXPLORATION * LATER.start
     assert engine.stats.num_steps < 200
 
 
@@ -456,7 +453,7 @@ def test_a_source_is_asked_if_it_expects_to_save_more_than_planning_takes(target
 
     engine, source = run_paced(target, clock, LATER, 0.1, promises, cls=Foretelling)
     early = [known for known in source.asked if known not in LATER]
-    assert 0.1 * len(early) <= accounts.AT_FIRST + accounts.EXPLORATION * LATER.start, "trials"
+    assert 0.1 * len(early) <= planner.AT_FIRST + planner.EXPLORATION * LATER.start, "trials"
     assert LATER.start in source.asked
     assert engine.stats.num_steps < 150
 
@@ -570,7 +567,7 @@ def test_a_draft_model_that_is_left_out_is_tried_with_one_request_for_all_of_the
         first, *others = run_draft(target, other, num_requests=num_requests).values()
         assert first == num_requests and {*others} == {1}
         levels = run_draft(target, other, num_requests=num_requests, tell=len)
-        most = accounts.AT_FIRST + accounts.EXPLORATION * 250
+        most = planner.AT_FIRST + planner.EXPLORATION * 250
         assert 2 < time_of_levels(levels) < most + 1.5, "a trial of three levels may exceed it"
         assert [*levels][-1] > 100, "ever more rarely"
         right = run_draft(target, target, num_requests=num_requests)
@@ -617,7 +614,7 @@ class Counting(Foretelling):
 def test_sources_that_save_nothing_are_considered_in_every_eighth_step_only(target, clock):
     _, source = run_paced(target, clock, NEVER, 0.1, lambda length: 0.0, cls=Counting)
     steps = 270
-    assert steps / accounts.PAUSE - 2 < source.num_estimates < steps * 0.6
+    assert steps / planner.PAUSE - 2 < source.num_estimates < steps * 0.6
 
 
 class Noting(Foretelling):
@@ -663,9 +660,9 @@ def test_a_pause_ends_with_the_first_step_that_saves_more_than_it_takes(target, 
     considering(3.0)
     _, source = run_paced(target, clock, LATER, 0.0, lambda n: 4.0 * (n in LATER), cls=Noting)
     quiet = [length for length in source.considered if 50 < length < 100]
-    assert len(quiet) <= 50 / accounts.PAUSE + 1
+    assert len(quiet) <= 50 / planner.PAUSE + 1
     first, *rest = [length for length in source.considered if length in LATER]
-    assert first < LATER.start + accounts.PAUSE
+    assert first < LATER.start + planner.PAUSE
     assert len(rest) > 25, "of 34 steps of five tokens; each eighth step alone is 14"
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from specserve.models.eagle_head import load_eagle_head
-from specserve.speculation.accounts import AcceptanceStats
-from specserve.speculation.request_draft import RequestDraft
+from specserve.speculation.adaptive_speculator import RequestDraft
+from specserve.speculation.planner import AcceptanceStats
 from specserve.speculation.verify import DraftSources
 from specserve_drafters.candidates import ROOT, Candidate, Draft
 from specserve_drafters.trie import CHILDREN_BY, FINDS, Calibration, Trie

@@ -4,7 +4,7 @@ import pytest
 
 from specserve.exchange.messages import PlainStep
 from specserve.speculation.constants import LATEST
-from specserve.speculation.steps import PlainSteps, Step
+from specserve.speculation.costs import PlainSteps, Step
 
 
 def plain(context):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from specserve.speculation.accounts import SourceAccount
 from specserve.speculation.constants import AT_FIRST, EXPLORATION, MOST_LOST
+from specserve.speculation.planner import SourceAccount
 
 
 def due(account, id, saved):

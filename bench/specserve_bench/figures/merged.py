@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 
 from specserve import LLM
-from specserve.speculation.accounts import AcceptanceStats, SourceAccount
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
 from specserve.speculation.costs import StepCosts, columns_of
+from specserve.speculation.planner import AcceptanceStats, SourceAccount
 from specserve_bench.local import Local, reset_learned
 from specserve_bench.report import markdown_table, ratio_words
 from specserve_bench.results import Load, ratio

@@ -15,7 +15,7 @@ from specserve.engine.engine import Engine
 from specserve.exchange.sampling_params import Slo
 from specserve.scheduling.scheduler import prompt_rows
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
-from specserve.speculation.steps import Step
+from specserve.speculation.costs import Step
 from specserve_bench.figures.steps import elapsed
 from specserve_bench.local import reset_learned
 from specserve_bench.pairs import PAIRS

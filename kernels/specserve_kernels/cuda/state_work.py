@@ -15,7 +15,7 @@ from torch import Tensor
 from specserve_kernels.states import Replays
 from specserve_kernels.types import Rows
 
-Ints = NDArray[np.int32]
+Int32s = NDArray[np.int32]
 BEGIN, END, READ, WRITE, SNAPSHOT, SNAPSHOT_AT = range(6)  # columns of a lane
 LANE = 8  # columns and padding: slices of lanes are aligned, too
 BEHIND = 7  # rows before a row, which a convolution reads
@@ -98,7 +98,7 @@ def step_work(rows: Rows, at: int = 0, size: int = 0) -> StateWork:
     return StateWork(lanes, np.concatenate([chains, leaves]), order, by_row, tables)
 
 
-def lanes_of(begins: Any, ends: Any, blocks: Any) -> Ints:
+def lanes_of(begins: Any, ends: Any, blocks: Any) -> Int32s:
     """Lanes of draft tokens, which store nothing."""
     lanes = np.full((len(begins), LANE), -1, np.int32)
     lanes[:, BEGIN], lanes[:, END], lanes[:, READ] = begins, ends, blocks
@@ -106,7 +106,7 @@ def lanes_of(begins: Any, ends: Any, blocks: Any) -> Ints:
 
 
 def put_ancestors(
-    by_row: Ints, nodes: NDArray[np.uint64], first: NDArray[Any], index: NDArray[Any]
+    by_row: Int32s, nodes: NDArray[np.uint64], first: NDArray[Any], index: NDArray[Any]
 ) -> None:
     """Write the rows before each node: its ancestors, then inputs of the state."""
     at = np.flatnonzero(nodes)
