@@ -131,7 +131,20 @@ def weight_bytes(
     config = open_source(folder).config()
     reader = open_reader(folder, config, dtype, ops, rounding)
     shares = {name: share(name, reader, config, shard) for name in reader.shapes}
-    return sum(math.ceil(held * reader.expected_bytes(name)) for name, held in shares.items())
+    total = sum(math.ceil(held * reader.expected_bytes(name)) for name, held in shares.items())
+    is_tied = HEAD not in reader.shapes
+    if shard.is_last and is_tied and (shard.tensor > 1 or copies_head(reader)):
+        total += math.ceil(reader.expected_bytes(EMBEDDING, is_head=True) / shard.tensor)
+    return total
+
+
+def copies_head(reader: "Reader") -> bool:
+    """Whether the ops copy an embedding that is the head, too. A small matrix shows it."""
+    ops = reader.ops
+    plain = ops.place(torch.ones(64, 64, dtype=reader.dtype))
+    has_codes = reader.source(EMBEDDING) in reader.maps or reader.bits(EMBEDDING) is not None
+    probe = ops.quantize(plain, 8) if has_codes else plain
+    return not is_same(ops.prepack(probe), probe)
 
 
 def share(name: str, reader: "Reader", config: DecoderConfig, shard: Shard) -> float:
@@ -147,8 +160,7 @@ def share(name: str, reader: "Reader", config: DecoderConfig, shard: Shard) -> f
     if name.startswith(per_layer.TABLE):
         return max(1.0, config.vocab_size / config.per_layer_vocab)
     if name == EMBEDDING:
-        has_head = shard.is_last and HEAD not in reader.shapes
-        return (shard.is_first or has_head) + own * (has_head and shard.tensor > 1)
+        return float(shard.is_first or (shard.is_last and HEAD not in reader.shapes))
     return own if shard.is_last or name != HEAD else 0.0
 
 
@@ -201,7 +213,7 @@ def is_same(head: Any, embedding: Weight) -> bool:
     """Whether a head needs no memory of its own."""
     if isinstance(head, Codes) and isinstance(embedding, Codes):
         return head.q is embedding.q
-    return head is embedding
+    return getattr(head, "weight", head) is embedding  # a GPU's PlainMap keeps the tensor
 
 
 def read_weights(reader: Reader, config: DecoderConfig, tables: Tables) -> DecoderWeights:

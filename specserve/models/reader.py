@@ -208,11 +208,12 @@ class Reader:
             return None
         return self.rounding.bits(module, shape[1])
 
-    def expected_bytes(self, name: str) -> int:
+    def expected_bytes(self, name: str, is_head: bool = False) -> int:
+        """The bytes of a tensor in memory; `is_head`: of an embedding's copy for the head."""
         num_elements, bits = math.prod(self.shapes[name]), self.bits(name)
         if self.source(name) in self.maps:
             stored = self.maps.num_bytes(self.source(name), self.dtype)
-            is_table = name in (EMBEDDING, f"{per_layer.TABLE}.weight")
+            is_table = not is_head and name in (EMBEDDING, f"{per_layer.TABLE}.weight")
             return max(stored, num_elements) if is_table else stored
         if bits is None:
             is_wide = name.endswith(WIDE)

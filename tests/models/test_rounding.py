@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specserve.errors import ConfigError
-from specserve.models.loader import load_decoder, weight_bytes
+from specserve.models.loader import is_same, load_decoder, weight_bytes
 from specserve.models.weight import AS_STORED, Rounding
 from specserve.models.weight_forms import MapForm, WeightForms
 from specserve_kernels import Codes, cpu, reference
@@ -111,6 +111,31 @@ def test_forms_and_bytes_are_known_before_and_after(tmp_path, rounding, sizes, m
     assert forms.num_odd == (2 if "intermediate_size" in sizes else 0)
     assert forms.embedding_bits == rounding.embedding
     assert forms.num_bytes == weight_bytes(folder, "fp32", reference, rounding)
+
+
+TIED = {"as stored": AS_STORED, "rounded": Rounding.named("w8", "w8", "w8")}
+
+
+@pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
+@pytest.mark.parametrize("rounding", TIED.values(), ids=TIED)
+def test_the_copy_of_a_tied_head_is_counted_before_loading(tmp_path, rounding, ops):
+    folder = tiny_checkpoint(tmp_path, tie_word_embeddings=True)
+    weights = load(folder, rounding, ops).weights
+    assert weights.forms.num_bytes == weight_bytes(folder, "fp32", ops, rounding)
+
+
+@pytest.mark.parametrize("type", ["Q4_0", "Q8_0"])
+def test_the_copy_of_a_tied_head_of_a_gguf_file_is_counted_before_loading(tmp_path, type):
+    file, _ = write(tmp_path, type=type, tie_word_embeddings=True)
+    loaded = load(file, ops=cpu).weights.forms.num_bytes
+    assert weight_bytes(file, "fp32", cpu) == pytest.approx(loaded, rel=0.05)
+
+
+def test_a_tied_head_on_a_gpu_is_no_copy():
+    coded = pytest.importorskip("specserve_kernels.cuda.coded")
+    table = torch.ones(4, 8)
+    assert is_same(coded.PlainMap(table), table)
+    assert not is_same(coded.PlainMap(table.clone()), table)
 
 
 def test_forms_in_words():
