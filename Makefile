@@ -45,12 +45,9 @@ $(COMPILED): $(INSTALLED) $(KERNELS)
 test: setup
 	$(PY) -m pytest -m "not slow and not timed and not thorough and not real" -n 2 --dist loadfile
 
-# Of the tests that `thorough` adds: texts of all families, all drafters, restarts and refusals.
-PROMISES := tests/test_parity.py tests/test_guards.py tests/equivalence tests/server/test_restart.py \
-	tests/models/test_preflight.py tests/models/test_gguf_mistakes.py
-
+# The part of what `thorough` adds that CI runs: texts of all families and drafters, restarts, refusals, ...
 promises: setup
-	$(PY) -m pytest -m "thorough and not slow and not timed" -n 2 --dist loadfile $(PROMISES)
+	$(PY) -m pytest -m "ci and not slow and not timed" -n 2 --dist loadfile
 
 # Tests of times, alone on the machine.
 timed: setup

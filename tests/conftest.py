@@ -12,7 +12,7 @@ from hypothesis import settings
 
 from specserve.logs import StderrHandler
 from tests.pairs import leave_pairs
-from tests.thorough import PATHS, mark_thorough
+from tests.thorough import IN_CI, PATHS, mark_thorough
 
 # Else torch complains of cuBLAS in deterministic mode, in which unwritten memory holds NaN.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -36,6 +36,8 @@ def pytest_ignore_collect(collection_path, config):
     """To collect a file takes time, so files without a test that was asked for are left out."""
     asked = config.option.markexpr
     if "not thorough" in asked and collection_path in PATHS:
+        return True
+    if asked.startswith("ci ") and collection_path.suffix == ".py" and collection_path not in IN_CI:
         return True
     if "not real" in asked and collection_path == REAL:
         return True

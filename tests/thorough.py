@@ -5,25 +5,48 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent
-FILES = {  # by folder; each took ten seconds or more of two cores' time
-    "": "guards parity start",
+CI = {  # files by folder, run by CI after `make test`
+    "": "guards parity",
+    "api": "sleep",
+    "bench": "scaled_head",
+    "demo": "demo_head train_head",
+    "deploy": "images",
+    "engine": "ranks recurrent resume",
+    "equivalence": "matrix",
+    "kernels": "row_invariance team",
+    "memory": "blocks",
+    "models": "gguf_layers gguf_mistakes hub_download preflight shards transformers_model",
+    "scheduling": "fairness planner",
+    "server": "grammars memory prediction request_ids restart slow_readers speculation tls",
+    "speculation": "head_model recurrent_draft tenants",
+    "text/answer": "parsers transcripts",
+}
+LONGEST = {  # only by `make thorough`
+    "": "start",
     "api": "async_llm",
     "bench": "commands gpu scale",
     "cli": "completion quantize",
     "engine": "adapters cuda fork_server",
-    "equivalence": "matrix",
     "kernels": "coded cuda experts kv triton_sampling",
-    "models": "adapters gguf_mistakes mtp_head preflight",
+    "models": "adapters mtp_head",
     "server": (
         "access_log adapters answers bodies canaries control deadlines ending heads "
-        "ranks remote_ranks responses restart sessions sleep_processes tokens tools tracing"
+        "ranks remote_ranks responses sessions sleep_processes tokens tools tracing"
     ),
     "server/page": "chat conversations dashboard look race streams texts",
     "speculation": "regret",
 }
-PATHS = {
-    ROOT / folder / f"test_{name}.py" for folder, names in FILES.items() for name in names.split()
-}
+
+
+def paths(files):
+    return {
+        ROOT / folder / f"test_{name}.py"
+        for folder, names in files.items()
+        for name in names.split()
+    }
+
+
+IN_CI, PATHS = paths(CI), paths(CI) | paths(LONGEST)
 
 
 def mark_thorough(items):
@@ -31,3 +54,5 @@ def mark_thorough(items):
         # Triton's interpreter takes seconds for what a GPU does in microseconds.
         if item.path in PATHS or item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.thorough)
+        if item.path in IN_CI and not item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.ci)
