@@ -204,6 +204,7 @@ class BeamRequests:
         ]
         for request in self.requests:
             request.table.clear()
+            request.slot = self.requests[0].slot  # only the first waited for the adapter
         for request, state in zip(self.requests, states, strict=False):
             request.token_ids, request.table, request.text = state
         for request in self.requests[num_live:]:

@@ -152,6 +152,7 @@ class EngineClient(asyncio.Protocol):
         self.held: deque[Live] = deque()  # after a death: requests that wait for the suspects
         self.is_up = True  # commands may be sent
         self.deaths: deque[float] = deque(maxlen=MOST_DEATHS)  # times of the last deaths
+        # The last start of another process, which may still load; None: it exited in its sleep
         self.reviving: asyncio.Task[None] | None = None
         self.on_restart: Callable[[], None] = lambda: None
         self.on_loading: Callable[[str, int, int], None] = lambda name, done, total: None
@@ -499,6 +500,7 @@ class EngineClient(asyncio.Protocol):
         if self.respawn is None or not is_known or self.is_hopeless:
             self.die(ENDED)
         elif self.sleep_state.level > 0:
+            self.reviving = None
             log.error("Engine process exited in its sleep. The next one starts at wake-up")
         else:
             self.reviving = self.loop.create_task(self.revive(self.respawn, had_requests))
@@ -507,10 +509,9 @@ class EngineClient(asyncio.Protocol):
         """Start a new process if the last one exited in its sleep, and wait for it. EngineDied if
         none can be started.
         """
-        is_reviving = self.reviving is not None and not self.reviving.done()
-        if not (self.is_up or self.died.is_set() or is_reviving or self.respawn is None):
-            self.reviving = self.loop.create_task(self.revive(self.respawn, False))
         while not (self.is_up or self.died.is_set()):
+            if self.reviving is None and self.respawn is not None:
+                self.reviving = self.loop.create_task(self.revive(self.respawn, False))
             await asyncio.sleep(0.05)
         if self.died.is_set():
             raise EngineDied(ENDED)

@@ -5,7 +5,15 @@ from contextlib import closing
 
 import pytest
 
-from specserve import LLM, AsyncLLM, ConfigError, LoRARequest, RequestError, SamplingParams
+from specserve import (
+    LLM,
+    AsyncLLM,
+    BeamSearchParams,
+    ConfigError,
+    LoRARequest,
+    RequestError,
+    SamplingParams,
+)
 from specserve.api.lora import AdapterNames
 from specserve.config import load_config
 from tests.adapters import write_adapter
@@ -43,6 +51,17 @@ def test_each_prompt_may_choose_an_adapter(llm, root):
     assert "".join(text for text, _ in llm.stream(PROMPT, GREEDY, lora="one")) == own
     told = [{"role": "user", "content": PROMPT}]
     assert texts(llm.chat(told, GREEDY, lora="one")) != texts(llm.chat(told, GREEDY))
+
+
+def test_all_beams_have_the_adapter(llm):
+    """The adapted model gives each beam, as a prompt, the same logprobs."""
+    [found] = llm.beam_search(PROMPT, BeamSearchParams(beam_width=3, max_tokens=6), lora="one")
+    scored = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    for beam in found.sequences:
+        [output] = llm.generate({"prompt_token_ids": beam.tokens}, scored, lora="one")
+        each = zip(output.prompt_logprobs[-6:], beam.tokens[-6:], strict=True)
+        want = [table[token].logprob for table, token in each]
+        assert beam.cum_logprob == pytest.approx(sum(want), abs=1e-4)
 
 
 def test_adapters_come_and_go(llm, root):

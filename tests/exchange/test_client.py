@@ -1,6 +1,7 @@
 """The HTTP process's end of the engine's socket."""
 
 import asyncio
+from socket import socketpair
 from subprocess import TimeoutExpired
 from types import SimpleNamespace
 
@@ -190,6 +191,46 @@ def test_where_no_process_can_be_started_for_a_moment_it_is_tried_again(monkeypa
 
     asyncio.run(run())
     assert len(tries) == 3 and caplog.text.count("too many open files") == 3
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_a_sleep_waits_for_a_process_that_loads_and_replaces_one_that_dies(monkeypatch, asleep):
+    """One process at a time: the fork server does not start two."""
+    monkeypatch.setattr("specserve.exchange.client.PAUSES", (0.0,) * 4)
+    theirs = []
+
+    def respawn():
+        ours, its = socketpair()
+        theirs.append(its)
+        return process, ours
+
+    async def started(number):
+        while len(theirs) < number:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # it loads; would there be another one?
+        assert len(theirs) == number
+
+    async def run():
+        client = EngineClient((process, None), respawn)
+        client.ready.set_result(READY)
+        if asleep:
+            client.sleep_state = SleepState(1, SLEEP_TAGS)
+        client.connection_lost(None)
+        await asyncio.sleep(0.05)
+        assert len(theirs) == (not asleep)
+        waiting = asyncio.create_task(client.revived())
+        await started(1)
+        theirs[0].close()
+        await started(2)
+        theirs[1].sendall(frame(READY))
+        await waiting
+        assert client.is_up and len(theirs) == 2
+        client.respawn = None
+        theirs[1].close()
+        await client.died.wait()
+
+    process = SimpleNamespace(kill=lambda: None, wait=lambda seconds: -9)
+    asyncio.run(asyncio.wait_for(run(), 10))
 
 
 def test_who_waits_for_an_engine_that_is_being_replaced_is_reported_when_the_client_ends():

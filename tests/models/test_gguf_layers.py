@@ -1,5 +1,7 @@
 """GGUF files of models whose layers differ: Gemma 3n and 4, and models with recurrent layers."""
 
+import math
+
 import msgspec
 import numpy as np
 import pytest
@@ -202,6 +204,11 @@ MISTAKES = {  # family, edit, the beginning of the reason
     ),
     "no factors": ("gemma4", factors(None), "the tensor rope_freqs.weight is missing"),
     "other factors": ("gemma4", factors([1.0] * 8 + [2.0] * 8), "rope_freqs.weight = "),
+    "a damaged factor": (
+        "gemma4",
+        factors([1.0] * 3 + [math.nan] + [1e30] * 12),
+        "rope_freqs.weight = ",
+    ),
     "a factor for each dimension": ("gemma4", factors([1.0] * 32), "rope_freqs.weight = "),
     "a scaled context": (
         "gemma4",

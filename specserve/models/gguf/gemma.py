@@ -133,7 +133,7 @@ def rope_of_both(
         raise ValueError(f"the tensor {name} is missing")
     each = factors(header.tensors[name])
     moving = sum(factor == 1.0 for factor in each)
-    if 2 * len(each) != size or any(factor < STILL for factor in each[moving:]):
+    if 2 * len(each) != size or not all(factor >= STILL for factor in each[moving:]):  # NaN, too
         raise ValueError(f"{name} = {each!r:.80} does not fit heads of size {size}")
     return {
         "full_attention": {
