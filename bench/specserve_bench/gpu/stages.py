@@ -41,11 +41,11 @@ class GpuStage(NamedTuple):
 STAGES = {  # in this order
     "ceilings": GpuStage(40, [f"{MODULE}ceilings"]),
     "tests": GpuStage(
-        160,
+        140,
         [f"{MODULE}checks", f"{BOTH} {AT_ONCE}"],
         {"SPECSERVE_TEST_ATTENTION": "triton"},  # FlashInfer's kernels take minutes to compile
     ),
-    "text": GpuStage(90, [f"{MODULE}text"]),
+    "text": GpuStage(80, [f"{MODULE}text"]),
     "figures": GpuStage(110, [f"{MODULE}figures"]),
     "serve": GpuStage(90, [f"{MODULE}serve"]),
     "bits": GpuStage(50, [f"{MODULE}bits"]),
