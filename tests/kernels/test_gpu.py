@@ -46,8 +46,6 @@ GIB = 1 << 30
 BF16, FP32 = torch.bfloat16, torch.float32
 DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 LIMITS = {BF16: (5e-3, 2e-2), FP32: (1e-5, 5e-5)}  # of a whole output, of its worst row
-# Tensor cores truncate sums: on an H200, 14,336 products or offsets that cancel gave 1.6e-5.
-CODED_LIMITS = LIMITS | {FP32: (3e-5, 1.5e-4)}
 FAR_LIMITS = {BF16: (5e-3, 2e-2), FP32: (2e-5, 1e-4)}  # where scores are as large as 50
 HIDDEN = 1000.0  # in slots that no row sees: finite, as FlashInfer multiplies it by 0
 
@@ -499,7 +497,7 @@ def test_maps_of_codes(ops, draw, measured, bits, group, N, K, form, dtype):
     for R in (1, 2, 7, 16, 17, 64, 65, 513):
         got, want = ops.linear(x[:R], packed), x[:R].double() @ (weight if R <= 64 else widened).T
         measured.close("linear of codes", got, want)
-        measured.close("lm_head of codes", ops.lm_head(x[:R], packed), want, CODED_LIMITS)
+        measured.close("lm_head of codes", ops.lm_head(x[:R], packed), want)
         if R <= 64:
             measured.same("linear of codes", got, few[:R])
         residual = draw.normal(R, N, dtype=dtype, scale=K**0.5)

@@ -211,8 +211,7 @@ FRAME = 20  # ms at 50 frames per second
 def test_200_tokens_a_second_leave_the_page_fluent(visit, demo):
     """The page receives a recorded stream at this speed while it shows a tree.
 
-    The time of the page's thread must fit into frames, also on a busy machine. There, an idle page
-    has fewer than 60 frames per second, too, and the page is compared with it.
+    The time of the page's thread must fit into frames.
     """
     body = {
         "messages": [{"role": "user", "content": QUESTION}],
@@ -226,7 +225,6 @@ def test_200_tokens_a_second_leave_the_page_fluent(visit, demo):
     page = here.page
     session = page.context.new_cdp_session(page)
     session.send("Performance.enable", {"timeDomain": "threadTicks"})  # CPU time
-    idle = page.evaluate(FRAMES)
     page.evaluate(REPLAY, [recorded, 200])
     page.fill("#prompt", "again")
     page.press("#prompt", "Enter")
@@ -237,9 +235,9 @@ def test_200_tokens_a_second_leave_the_page_fluent(visit, demo):
     rate = page.evaluate(FRAMES)
     used = 1000 * (busy_seconds(session) - begun) / (2 * rate)
     assert page.is_visible("#stop")  # it has streamed all the time
-    print(f"{rate:.1f} frames a second, idle {idle:.1f}; {used:.1f} ms of CPU time per frame")
+    print(f"{rate:.1f} frames a second; {used:.1f} ms of CPU time per frame")
     assert used < FRAME
-    assert rate > 50 * min(1, idle / 60)
+    assert rate > 50
     page.click("#stop")
 
 
