@@ -77,8 +77,8 @@ class Capture:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Without cyclic garbage collection: to free another engine's graph ends a capture with an
-    error.
+    """Without cyclic garbage collection, which may free another engine's graphs: CUDA ends a
+    capture with an error if its thread does what is not allowed meanwhile.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -227,5 +227,6 @@ def test_a_drafter_has_one_color_wherever_it_is_listed(visit):
     look += "document.createElement('i'), { className: `draft ${c}` })))"
     for part in ".backgroundColor", ".textDecorationColor":
         assert len({here.page.evaluate(look + part, f"source-{place}") for place in range(6)}) == 6
-    styles = [here.page.evaluate(f"{look}.textDecorationStyle", f"source-{p}") for p in range(4)]
-    assert len({*styles}) == 4  # drafters differ without color
+    parts = ".textDecorationStyle", ".textDecorationLine"
+    lines = {tuple(here.page.evaluate(look + x, f"source-{p}") for x in parts) for p in range(6)}
+    assert len(lines) == 6  # drafters differ without color
