@@ -98,21 +98,60 @@ def _prepack_rounding(codes: Codes, is_gated: bool) -> Packed:
 
 
 def _prepack_codes(codes: Codes, is_gated: bool) -> Packed:
-    bits, group, q, scale, zero, offset, rounds_rows, table = codes.centered()
+    codes = codes.without_zeros() if codes.rounds_rows else codes.centered()
+    bits, group, q, scale, zero, offset, rounds_rows, table = codes
     q, scale = q.contiguous(), scale.contiguous()
     zero, offset = (None if x is None else x.contiguous() for x in (zero, offset))
     rows, K = q.shape
     N = rows // 2 if is_gated else rows
     form = bits, group, zero is not None, offset is not None
     values = None if table is None else torch.tensor(table, dtype=torch.int8)
-    words = allocate(native.code_bytes(N, K, (*form, table is not None), is_gated, rounds_rows))
+    coding, base = Coding(*form, rounds_rows, table is not None), 0
+    if rounds_rows:
+        bits, base, middle = _narrowest(codes)
+        scaling = _scaling(K, group, scale, offset)
+        coding = coding._replace(bits=bits, zero=middle - base, scaling=scaling)
+        words = allocate(native.integer_bytes(N, K, coding, is_gated))
+    else:
+        words = allocate(native.code_bytes(N, K, (*form, table is not None), is_gated))
     pointers = (
         None if x is None else x.data_ptr() for x in (q, zero, scale, offset, values, words)
     )
-    fields = "ptr q zero scale offset table packed i64 N K bits group is_gated"
-    args = native.filled(fields, *pointers, N, K, bits, group, is_gated)
+    numbers = N, K, bits, group, is_gated
+    fields = "ptr q zero scale offset table packed i64 N K bits group is_gated base scaling"
+    args = native.filled(fields, *pointers, *numbers, base, coding.scaling)
     run("pack_integers" if rounds_rows else "pack_codes", args, 1, codes.q.numel())
-    return Packed(words, N, K, is_gated, Coding(*form, rounds_rows, table is not None))
+    return Packed(words, N, K, is_gated, coding)
+
+
+# Bits and the least code of intervals of 8-bit codes that fewer bits hold.
+INTERVALS = (4, 120), (4, 128), (5, 112), (5, 128), (6, 96), (6, 128)
+
+
+def _narrowest(codes: Codes) -> tuple[int, int, int]:
+    """Return the fewest bits that hold the codes, the number to subtract from each, and the code of
+    0.
+    """
+    if codes.bits == 8 and codes.zero is None:
+        low, high = (int(x) for x in codes.q.aminmax())
+        for bits, base in INTERVALS:
+            if base <= low and high < base + (1 << bits):
+                return bits, base, 128
+        return 8, 0, 0
+    return codes.bits, 0, codes.middle
+
+
+SINGLES, BF16S, HALVES, PRODUCTS = range(4)  # Scaling in numbers.h
+BLOCK = 256  # columns with a common factor, as in numbers.h
+
+
+def _scaling(K: int, group: int, scale: Tensor, offset: Tensor | None) -> int:
+    """Return the first form that represents all scales and offsets exactly."""
+    block = BLOCK // group if K % BLOCK == 0 and BLOCK % group == 0 else 0
+    exact = native.scalings(scale, block)
+    if offset is not None:
+        exact &= native.scalings(offset, block)
+    return next((form for form in (BF16S, HALVES, PRODUCTS) if exact >> form & 1), SINGLES)
 
 
 def _check(codes: Codes) -> None:
