@@ -36,7 +36,7 @@ constexpr bool are_small(Words words) { return words != BYTES && words != INDICE
 constexpr int upper_bits(Words words) { return words == FIVES ? 1 : words == SIXES ? 2 : 0; }
 
 struct IntegerShape {
-  int64_t N, K, bits, group;
+  int64_t N, K, bits, group;  // 5 bits have groups of 32, 6 bits groups of 16
   bool has_zeros, has_offsets, has_table, is_gated;
   int64_t zero;      // stored number that stands for 0 if there are no zeros; for 8 bits: ignored
   int64_t scaling;   // Scaling
@@ -139,11 +139,15 @@ static INLINE rf add_group_sum(const IntegerPart& part, const RowGroup& row,
 }
 
 // Products on vectors. A group's sums stay in registers. Totals stay there for up to MAX_ROWS rows.
-// Blocks of codes below 8 bits may have more rows, because fewer blocks decode them less often.
+// Blocks of 4-bit codes may have more rows, because fewer blocks decode the codes less often.
 struct IntegerVectors {
   static constexpr int MAX_ROWS = REGISTER == 64 ? 7 : 4;
-  static constexpr int MAX_SPLIT_ROWS = REGISTER == 64 ? 12 : 4;
-  static constexpr int max_rows(Words words) { return are_split(words) ? MAX_SPLIT_ROWS : MAX_ROWS; }
+  static constexpr int MAX_NIBBLE_ROWS = REGISTER == 64 ? 12 : 4;
+  static constexpr int MAX_UPPER_ROWS = REGISTER == 64 ? 8 : 4;  // of codes with upper bits
+  static constexpr int max_rows(Words words) {
+    if (upper_bits(words)) return MAX_UPPER_ROWS;
+    return are_split(words) ? MAX_NIBBLE_ROWS : MAX_ROWS;
+  }
   static constexpr int64_t AHEAD = 4 << 10;  // prefetch distance in bytes
 
   static void multiply(const IntegerPart& part, Words words, int rows) {
@@ -224,7 +228,7 @@ struct IntegerVectors {
   template <Words KIND, int ROWS> static void block(const IntegerPart& part) {
     constexpr int V = across(ROWS), USUAL = KIND == SIXES ? 4 : 8;  // quads of GGUF's groups
     for (int column = 0; column < COLUMNS; column += V * WORDS)
-      if (part.quads == USUAL) columns<KIND, ROWS, V, USUAL>(part, column);
+      if (upper_bits(KIND) || part.quads == USUAL) columns<KIND, ROWS, V, USUAL>(part, column);
       else columns<KIND, ROWS, V, 0>(part, column);
   }
   // Unrolled, because registers cannot be indexed; otherwise sums would be in memory.
