@@ -68,7 +68,7 @@ def read_layer(reader: Reader, config: DecoderConfig, index: int, table: Rotary 
         mixer |= read_recurrent(reader, config, layer)
     if config.attends(index):
         mixer |= read_attention(reader, config, layer, index, table)
-    norms = config.family.norms
+    norms = config.norms(index)
     mlp = read_mixture if config.has_experts(index) else read_mlp
     has_mixer = config.is_recurrent(index) or config.attends(index)
 
@@ -168,19 +168,21 @@ def read_mamba(reader: Reader, mamba: Mamba2, layer: str, eps: float) -> MambaWe
 
 
 def read_delta(reader: Reader, delta: GatedDelta, layer: str, eps: float) -> dict[str, Any]:
-    rows, (weight, rate, dt_bias) = delta.input_rows(), (f"{layer}.{name}" for name in DELTA)
+    rows, (rate, dt_bias) = delta.input_rows(), (f"{layer}.{name}" for name in DELTA)
     params = DeltaParams(
         rate=-reader.read_norm(rate, False).exp(),
         dt_bias=reader.read_norm(dt_bias, False),
         norm=reader.read_norm(f"{layer}.linear_attn.norm.weight", False),
-        eps=eps,
+        eps=eps if delta.norm_eps is None else delta.norm_eps,
         num_k_heads=delta.num_k_heads,
+        beta_factor=delta.beta_factor,
     )
     inputs = reader.read_weight(
         *(f"{layer}.{name}" for name in delta.input_names),
         rows=None if rows is None else torch.tensor(rows),
     )
-    weights = DeltaWeights(inputs, reader.read_norm(weight, False).squeeze(1), params)
+    convs = [reader.read_norm(f"{layer}.{name}", False) for name in delta.conv_widths]
+    weights = DeltaWeights(inputs, torch.cat(convs).squeeze(1), params)
     out = reader.read_weight(f"{layer}.linear_attn.out_proj")
     return {"out": out, "out_bias": None, "delta": weights}
 

@@ -61,6 +61,7 @@ MODEL_TYPES = {
     "Qwen3_5ForCausalLM": "qwen3_5_text",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
     "Qwen3NextForCausalLM": "qwen3_next",
+    "OlmoHybridForCausalLM": "olmo_hybrid",
 }
 LLAMA3 = {
     "rope_type": "llama3",

@@ -185,6 +185,11 @@ CASES = {  # family, what departs from its tiny checkpoint
     ),
     "qwen3_5_moe": ("qwen3_5_moe", {}),
     "qwen3_next": ("qwen3_next", {}),
+    "olmo_hybrid": ("olmo_hybrid", {}),
+    "olmo_hybrid, rope, positive eigenvalues": (
+        "olmo_hybrid",
+        {"rope_parameters": {"rope_theta": 100.0}, "linear_allow_neg_eigval": False},
+    ),
     "nemotron_h": ("nemotron_h", STEPS),
     "nemotron_h_moe": ("nemotron_h_moe", STEPS),
     "granite": ("granite", {"attention_bias": True}),
