@@ -168,7 +168,7 @@ def read_mamba(reader: Reader, mamba: Mamba2, layer: str, eps: float) -> MambaWe
 
 
 def read_delta(reader: Reader, delta: GatedDelta, layer: str, eps: float) -> dict[str, Any]:
-    rows, (rate, dt_bias) = delta.input_rows(), (f"{layer}.{name}" for name in DELTA)
+    rows, (weight, rate, dt_bias) = delta.input_rows(), (f"{layer}.{name}" for name in DELTA)
     params = DeltaParams(
         rate=-reader.read_norm(rate, False).exp(),
         dt_bias=reader.read_norm(dt_bias, False),
@@ -181,8 +181,7 @@ def read_delta(reader: Reader, delta: GatedDelta, layer: str, eps: float) -> dic
         *(f"{layer}.{name}" for name in delta.input_names),
         rows=None if rows is None else torch.tensor(rows),
     )
-    convs = [reader.read_norm(f"{layer}.{name}", False) for name in delta.conv_widths]
-    weights = DeltaWeights(inputs, torch.cat(convs).squeeze(1), params)
+    weights = DeltaWeights(inputs, reader.read_norm(weight, False).squeeze(1), params)
     out = reader.read_weight(f"{layer}.linear_attn.out_proj")
     return {"out": out, "out_bias": None, "delta": weights}
 

@@ -32,6 +32,7 @@ from specserve.models.tensor_shapes import SCORE
 from specserve.models.tensor_views import (
     part_experts,
     show_as_causal,
+    show_joined_convs,
     show_renamed,
     show_text_model,
 )
@@ -173,6 +174,8 @@ def open_reader(
         show_text_model(checkpoint)
     is_bare = show_as_causal(checkpoint)
     show_renamed(checkpoint, config.family.renamed)
+    if config.family.has_split_inputs:
+        show_joined_convs(checkpoint)
     # Checkpoints with recurrent layers may have MTP layers that config.json does not name.
     num_mtp = max(config.num_mtp_layers, config.recurrent is not None)
     checkpoint.show(without_mtp(checkpoint.files, config.num_layers, num_mtp))

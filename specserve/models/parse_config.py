@@ -227,6 +227,11 @@ def parse_recurrent(fields: Mapping[str, Any], family: Family) -> ShortConv | Ga
     if is_conv:
         width = positive(fields, "hidden_size")
         return ShortConv(width=width, taps=taps, has_bias=flag(fields, "conv_bias"))
+    if fields[family.keys.activation] != "silu":  # of the convolution, too
+        raise ValueError(
+            f"{family.keys.activation} = {fields[family.keys.activation]!r} is not supported with "
+            "linear_attention, only 'silu'"
+        )
     heads, num_k_heads = (
         positive(fields, f"linear_num_{kind}_heads", MAX_SIZE) for kind in ("value", "key")
     )

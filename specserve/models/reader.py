@@ -34,13 +34,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # in addition to DTYPES
 # Endings of the names of tensors that are kept in float32.
 CONV = "conv.conv.weight", "conv.conv.bias"  # of a recurrent layer
-DELTA = "linear_attn.A_log", "linear_attn.dt_bias"
+DELTA = "linear_attn.conv1d.weight", "linear_attn.A_log", "linear_attn.dt_bias"
 MAMBA = "mamba.A_log", "mamba.dt_bias", "mamba.D", "mamba.conv1d.weight", "mamba.conv1d.bias"
-DELTA_CONVS = tuple(f"linear_attn.{part}conv1d.weight" for part in ("", "q_", "k_", "v_"))
 WIDE = (
     *("norm.weight", "norm.bias", "layernorm_1.weight", "layernorm_2.weight", SCALAR, *ALPHAS),
     *(SINKS, SCORE, "e_score_correction_bias", "router.scale", "per_expert_scale", STREAM_SCALE),
-    *("expert_bias", *CONV, *DELTA, *DELTA_CONVS, *MAMBA),
+    *("expert_bias", *CONV, *DELTA, *MAMBA),
 )
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

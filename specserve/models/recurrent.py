@@ -48,7 +48,7 @@ class GatedDelta(msgspec.Struct, frozen=True, kw_only=True):
     v_dim: int
     taps: int  # inputs per output of the convolution
     is_interleaved: bool  # the maps of the inputs are grouped by key head, as in Qwen3-Next
-    is_split: bool = False  # queries, keys and values have own maps and convolutions, as in OLMo
+    is_split: bool = False  # queries, keys and values have their own maps, as in OLMo
     beta_factor: float = 1.0  # 2: the update may have negative eigenvalues
     norm_eps: float | None = None  # of the norm of the outputs; None: as the model's norms
 
@@ -69,27 +69,17 @@ class GatedDelta(msgspec.Struct, frozen=True, kw_only=True):
         parts = ["qkvz", "ba"] if self.is_interleaved else ["qkv", "z", "b", "a"]
         return [f"linear_attn.in_proj_{part}" for part in parts]
 
-    @property
-    def conv_widths(self) -> dict[str, int]:
-        """The names of the weights of a layer's convolutions, and their channels."""
-        if not self.is_split:
-            return {"linear_attn.conv1d.weight": self.inner}
-        keys, values = self.num_k_heads * self.k_dim, self.value_width
-        widths = {"q": keys, "k": keys, "v": values}
-        return {f"linear_attn.{part}_conv1d.weight": width for part, width in widths.items()}
-
     def shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """The shapes of a layer's tensors."""
-        convs = self.conv_widths
         widths = [self.inner, self.value_width, self.num_v_heads, self.num_v_heads]
         if self.is_split:
-            widths[:1] = convs.values()
+            keys = self.num_k_heads * self.k_dim
+            widths[:1] = keys, keys, self.value_width
         if self.is_interleaved:
             widths = [widths[0] + widths[1], widths[2] + widths[3]]
         maps = zip(self.input_names, widths, strict=True)
-        shapes = {f"{name}.weight": (width, hidden) for name, width in maps}
-        of_convs = {name: (width, 1, self.taps) for name, width in convs.items()}
-        return shapes | of_convs | {
+        return {f"{name}.weight": (width, hidden) for name, width in maps} | {
+            "linear_attn.conv1d.weight": (self.inner, 1, self.taps),
             "linear_attn.A_log": (self.num_v_heads,),
             "linear_attn.dt_bias": (self.num_v_heads,),
             "linear_attn.norm.weight": (self.v_dim,),
@@ -141,8 +131,8 @@ def olmo_hybrid_fields(fields: Mapping[str, Any], written: Mapping[str, Any]) ->
     for name in ("linear_num_key_heads", "linear_num_value_heads"):
         found[name] = heads if found[name] is None else found[name]
     if found["linear_key_head_dim"] is None:
-        found["linear_key_head_dim"] = 3 * found["hidden_size"] // (
-            4 * found["linear_num_key_heads"]
+        found["linear_key_head_dim"] = (
+            3 * found["hidden_size"] // (4 * found["linear_num_key_heads"])
         )
     if found["linear_value_head_dim"] is None:
         found["linear_value_head_dim"] = 2 * found["linear_key_head_dim"]

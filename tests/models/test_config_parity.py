@@ -308,6 +308,7 @@ REFUSED = {  # by transformers
     "FalconH1ForCausalLM": re.compile("biases|layer types|windows by layer"),
     "GraniteMoeHybridForCausalLM": re.compile(""),
     "NemotronHForCausalLM": re.compile(""),
+    "OlmoHybridForCausalLM": re.compile("layer types|windows by layer"),
     "Lfm2ForCausalLM": re.compile("as many KV heads"),
     "Lfm2MoeForCausalLM": re.compile("as many KV heads"),
     **dict.fromkeys(
