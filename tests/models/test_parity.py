@@ -35,7 +35,7 @@ LLAMA_LONGROPE = {
     "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0, 9.0],
 }
 
-# transformers raises Nemotron H's time steps to this number, but its config has time_step_limit
+# transformers raises Nemotron H's time steps in prompts to this number: see test_time_steps.py
 STEPS = {"time_step_min": 1e-30}
 CASES = {  # family, what departs from its tiny checkpoint
     "llama": ("llama", {}),
