@@ -7,7 +7,6 @@ import torch
 from specserve.config import Config
 from specserve.engine.loading import asked_for
 from specserve.engine.ranks import Followers, num_sharing
-from specserve.engine.recurrent import check_draft
 from specserve.engine.runner import Runner
 from specserve.errors import ConfigError
 from specserve.memory.arena import Arena, block_bytes, place_states, tokens_that_fit
@@ -137,7 +136,6 @@ def another_draft(config: Config, arena: Arena, draft: LoadedModel) -> Runner:
     cannot hold a token of it, or a piece of its state. The arena's view of the draft model's KV
     does not change.
     """
-    check_draft(config, draft)
     layouts = draft.kv_layouts(KV_DTYPES.get(config.memory.kv_dtype))
     fits = tokens_that_fit(layouts, arena.blocks.shape[1])
     if fits == 0:
