@@ -25,6 +25,7 @@ from specserve.models.mtp_config import without_mtp
 from specserve.models.per_layer import MIX, PerLayerTable
 from specserve.models.quantized.maps import QuantizedMaps
 from specserve.models.reader import EMBEDDING, HEAD, Reader, compute_dtype, rows_of
+from specserve.models.recurrent_shard import check_recurrent
 from specserve.models.rope import RopeParameters
 from specserve.models.shard import WHOLE, Shard
 from specserve.models.source import open_source
@@ -67,6 +68,7 @@ def load_decoder(
     """
     config = open_source(folder).config()
     shard.check(config)
+    check_recurrent(config, shard)
     reader = open_reader(folder, config, dtype, ops, rounding)
     reader.shard = shard
     if progress is not None:
