@@ -23,7 +23,7 @@ from specserve.models.folder import check_pointer, check_regular
 from specserve.models.layer_reader import rows_of_gate, rows_of_qkv
 from specserve.models.recurrent import GatedDelta, Mamba2
 from specserve.models.recurrent_shard import recurrent_part
-from specserve.models.shard import WHOLE
+from specserve.models.shard import Shard
 from specserve.models.tensor_shapes import layer_shapes
 from specserve.models.weight_files import check_is_at_home
 
@@ -153,7 +153,7 @@ def rows_of_map(config: DecoderConfig, layer: int, name: str) -> Tensor | None:
     if name == "gate":
         return rows_of_gate(config, range(config.num_heads))
     if name == "inputs" and config.recurrent is not None:
-        return recurrent_part(config.recurrent, WHOLE).inputs
+        return recurrent_part(config.recurrent, Shard()).inputs
     return None
 
 
