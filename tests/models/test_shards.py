@@ -115,6 +115,36 @@ def test_ranks_compute_the_bits_of_one_process(case, tmp_path):
     assert_same(folder, tensor, pipeline=2)
 
 
+@pytest.mark.parametrize(("family", "tensor"), [("qwen3_5", 4), ("lfm2", 3), ("falcon_h1", 4)])
+def test_recurrent_heads_are_divided_as_those_of_attention(family, tensor, tmp_path):
+    """Several ranks may have the same key head, and unequal numbers of channels."""
+    heads = {"num_key_value_heads": 4} if tensor == 3 else {}
+    folder = tiny_checkpoint(tmp_path, family, **STAGED[family], **heads)
+    assert_same(folder, tensor, pipeline=1)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "shard", "words"),
+    [
+        ("bamba", {"mamba_n_groups": 1}, Shard(0, 2), r"each of its 1 groups.*parallel\.pipeline"),
+        ("qwen3_5", {}, Shard(0, 1, 2), "layers 0 to 0 of the model have no attention"),
+        (
+            "falcon_h1",
+            {"mamba_n_heads": 6, "mamba_d_head": 8, "mamba_n_groups": 3, "num_key_value_heads": 4},
+            Shard(0, 4),
+            "does not fit 6 heads with 3 groups in recurrent layers. Set it to at most 3",
+        ),
+    ],
+    ids=["groups with a norm", "a stage without attention", "more ranks than groups"],
+)
+def test_recurrent_layers_that_ranks_cannot_share_are_refused(
+    family, fields, shard, words, tmp_path
+):
+    folder = tiny_checkpoint(tmp_path, family, **fields)
+    with pytest.raises(ConfigError, match=words):
+        load_decoder(folder, "fp32", OPS, 288, shard=shard)
+
+
 def test_every_family_is_compared(tmp_path):
     folders = [checkpoint_of(case, tmp_path / str(i)) for i, case in enumerate(CASES)]
     found = {load_config(folder).architecture for folder in folders}
