@@ -138,8 +138,9 @@ def build_pool(
         given = plan.block_sizes[0], sizes, aux_layer_ids, plan.state_size
         followers.allocate(plan.num_blocks, *given)
         arena.repeat, leading = followers.update, followers.leading
-    of_ranks = aux_layer_ids, leading, plan.state_size
-    runners = Runners(Runner(target, arena, of_target, *sizes, *of_ranks))
+    runners = Runners(
+        Runner(target, arena, of_target, *sizes, aux_layer_ids, leading, plan.state_size)
+    )
     if draft is not None:
         kv = arena.add_view("draft", plan.layouts[1], plan.block_sizes[1])
         kv = with_states(arena, kv, draft, config)

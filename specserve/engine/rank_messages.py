@@ -135,9 +135,10 @@ def rows_in(message: Forward) -> Rows:
 def states_in(message: Forward) -> StateRows | None:
     if message.states is None:
         return None
-    blocks, *others, snapshots = (tensor_of(x, "int32") for x in message.states)
-    num_requests = len(others[0])
-    return StateRows(blocks.view(num_requests, -1), *others, snapshots.view(num_requests, -1))
+    states = StateRows._make(tensor_of(x, "int32") for x in message.states)
+    num_requests = len(states.committed)
+    blocks, snapshots = (x.view(num_requests, -1) for x in (states.blocks, states.snapshots))
+    return states._replace(blocks=blocks, snapshots=snapshots)
 
 
 def bytes_of(x: Tensor) -> bytearray:

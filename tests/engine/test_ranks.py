@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from specserve.config import load_config
 from specserve.engine import build, ranks
 from specserve.engine.build import assemble
+from specserve.engine.loading import load_target
 from specserve.engine.pool_plan import Models
 from specserve.engine.rank_messages import RankFailed, RankReady
 from specserve.engine.rank_process import KEPT
@@ -263,6 +264,16 @@ def test_ranks_of_one_machine_must_fit_into_its_memory_together(folders, monkeyp
         build.build(load_config(None, given))
     remote = {"parallel.address": "10.0.0.1:29500", "parallel.secret_file": "x"}
     build.check_ranks_memory(load_config(None, given | remote))
+
+
+def test_the_memory_of_all_ranks_is_reported_once(folders, caplog):
+    given = {"model.path": str(folders / "target"), "model.device": "cpu", "parallel.tensor": 2}
+    config = load_config(None, given)
+    with caplog.at_level("INFO", logger="specserve"):
+        build.check_ranks_memory(config)
+        for rank in range(2):
+            load_target(config, OPS, Shard(rank, 2))
+    assert sum("its weights need" in line for line in caplog.messages) == 1
 
 
 def test_each_rank_computes_on_a_node_of_its_own(monkeypatch):

@@ -50,8 +50,8 @@ def kernels() -> Kernels:
     Without a compiler, load a prebuilt library for a lower level.
     """
     if CHOSEN:
-        found = prebuilt(CHOSEN) or ctypes.CDLL(str(compiled(CHOSEN[0].flags)))
-        return Kernels(found, "for the chosen level")
+        chosen = prebuilt(CHOSEN) or ctypes.CDLL(str(compiled(CHOSEN[0].flags)))
+        return Kernels(chosen, "for the chosen level")
     levels = usable_levels()
     if (found := prebuilt(levels[-1:])) is not None:
         return Kernels(found, "prebuilt for the best level that this CPU runs")
