@@ -5,8 +5,6 @@ import errno
 import fcntl
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -360,11 +358,13 @@ def test_a_library_of_somebody_else_is_not_loaded_as_the_kernels():
     assert not compiler.loads(Path(_ctypes.__file__))
 
 
-def test_a_process_may_use_a_lower_level():
-    """In a process of its own, because a library stays loaded."""
-    lowest = levels.usable_levels()[0].name
-    code = f"from specserve_kernels.cpu import build; build.use_level({lowest!r}); build.main()"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.startswith(f"kernels: {lowest}, for the chosen level: ")
+def test_a_process_may_use_a_lower_level(compiled, monkeypatch):
+    monkeypatch.setattr(build, "CHOSEN", [])
+    lowest = levels.usable_levels()[0]
     with pytest.raises(ValueError, match="this CPU cannot run 'z80'"):
         build.use_level("z80")
+    build.use_level(lowest.name)
+    assert build.kernels().origin == "for the chosen level"
+    assert compiled == [lowest.flags]
+    with pytest.raises(AssertionError, match="another library is in use"):
+        build.use_level(lowest.name)
