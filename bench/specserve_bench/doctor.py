@@ -14,8 +14,7 @@ from specserve.config import Config
 from specserve.engine.pool_plan import size_words
 from specserve.engine.runner import Runner, build_step_input
 from specserve.errors import ConfigError
-from specserve.memory.blocks import BlockTable
-from specserve.memory.pool import BlockPool
+from specserve.memory.blocks import BlockPool, BlockTable
 from specserve.models.decoder import LoadedModel
 from specserve.models.decoder_config import Shape
 from specserve_bench.arguments import at_least_1

@@ -33,7 +33,7 @@ from specserve.exchange.sampling_params import Sampling, SamplingParams, choices
 from specserve.exchange.sleep import check_sleep, checked_tags
 from specserve.exchange.sleep_control import SleepControl
 from specserve.exchange.spawn import ForkServer
-from specserve.memory.keys import Keys, prompt_keys
+from specserve.memory.blocks import Keys, prompt_keys
 from specserve.models.folder import resolve
 from specserve.text.template_messages import Message
 from specserve.text.tokenizer import Tokenizer

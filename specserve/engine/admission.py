@@ -13,8 +13,7 @@ from specserve.engine.runner import Runner
 from specserve.errors import RequestError
 from specserve.exchange.messages import AdapterRef, Caller, ResumeState
 from specserve.exchange.sampling_params import Sampling, SpeculationParams
-from specserve.memory.blocks import KVTables
-from specserve.memory.keys import Keys
+from specserve.memory.blocks import Keys, KVTables
 from specserve.scheduling import Request, Scheduler
 from specserve.scheduling.processors import LogitsProcessor, LogitsProcessors
 from specserve.scheduling.scheduler import seconds

@@ -37,8 +37,7 @@ from specserve.engine.tuning import KeptCosts, costs_file, measure, model_key, t
 from specserve.errors import ConfigError
 from specserve.exchange.messages import SourceStats, Stats
 from specserve.exchange.phases import Phases
-from specserve.memory.blocks import KVTables
-from specserve.memory.pool import BlockPool
+from specserve.memory.blocks import BlockPool, KVTables
 from specserve.models.adapters import AdapterSlots, PackedAdapter, read_adapter
 from specserve.models.decoder import Decoder, LoadedModel
 from specserve.models.end_tokens import find_end_tokens

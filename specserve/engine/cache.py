@@ -13,9 +13,9 @@ from specserve.engine.loading import Weights, asked_for
 from specserve.engine.ranks import Followers
 from specserve.engine.runner import Runner
 from specserve.errors import ConfigError
+from specserve.memory.blocks import BlockPool
 from specserve.memory.disk_tier import DiskInUse, DiskTier, ForeignFile
 from specserve.memory.host_tier import HostTier
-from specserve.memory.pool import BlockPool
 from specserve.memory.sessions import Sessions
 from specserve.memory.tiers import Tiers
 from specserve.models.source import open_source

@@ -26,9 +26,7 @@ from specserve.exchange.messages import (
     StepOutput,
 )
 from specserve.exchange.sampling_params import Sampling
-from specserve.memory.blocks import KVTables
-from specserve.memory.keys import Keys
-from specserve.memory.pool import BlockPool
+from specserve.memory.blocks import BlockPool, Keys, KVTables
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.processors import LogitsProcessor
 from specserve.scheduling.scheduler import StepBudget

@@ -16,7 +16,7 @@ from specserve.memory.arena import (
     shard_block_bytes,
     tokens_that_fit,
 )
-from specserve.memory.pool import BlockPool
+from specserve.memory.blocks import BlockPool
 from specserve.models.decoder import Decoder, LoadedModel
 from specserve.models.draft_head import DraftHead
 from specserve.models.layouts import kv_layouts, state_layouts

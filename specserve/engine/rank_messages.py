@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from specserve.config import Config
+from specserve.memory.blocks import KVUpdates
 from specserve.memory.states import StateReplay
-from specserve.memory.updates import KVUpdates
 from specserve_kernels import AdapterRows, Rows, StateRows
 
 # dtypes of the fields of Rows, in their order

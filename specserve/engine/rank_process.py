@@ -36,7 +36,7 @@ from specserve.engine.runner import reserve_kept, update_arena
 from specserve.errors import ConfigError
 from specserve.exchange.messages import Link
 from specserve.memory.arena import Arena, shard_block_bytes
-from specserve.memory.updates import KVUpdates
+from specserve.memory.blocks import KVUpdates
 from specserve.models.adapters import AdapterSlots, PackedAdapter, read_adapter
 from specserve.models.decoder import Connections, Decoder
 from specserve.models.reader import KV_DTYPES

@@ -34,7 +34,7 @@ from specserve.engine.rank_network import RankListener, parse_address, read_secr
 from specserve.errors import ConfigError
 from specserve.exchange.messages import Link, pack
 from specserve.exchange.spawn import start_module
-from specserve.memory.updates import KVUpdates
+from specserve.memory.blocks import KVUpdates
 from specserve.models.adapters import AdapterSlots, PackedAdapter
 from specserve.models.decoder import Connections, Decoder
 from specserve.models.reader import name_of_dtype

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from specserve.exchange.sampling_params import Sampling
 from specserve.memory.arena import Arena
-from specserve.memory.blocks import BlockTable
+from specserve.memory.blocks import BlockTable, KVUpdates, PendingUpdates
 from specserve.memory.states import StateReplay
-from specserve.memory.updates import KVUpdates, PendingUpdates
 from specserve.models.decoder import LoadedModel
 from specserve.scheduling import ScheduledRequest
 from specserve.scheduling.text_state import (

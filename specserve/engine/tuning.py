@@ -16,8 +16,7 @@ from specserve.engine.loading import Model, asked_for, device_refused
 from specserve.engine.pool_plan import rows_of_steps
 from specserve.engine.runner import RowGroup, Runner, build_step_input
 from specserve.errors import ConfigError
-from specserve.memory.blocks import BlockTable
-from specserve.memory.pool import BlockPool
+from specserve.memory.blocks import BlockPool, BlockTable
 from specserve.memory.states import RequestState
 from specserve.models.draft_head import DraftHead
 from specserve.speculation.constants import KNOWN

@@ -46,7 +46,7 @@ from specserve.exchange.messages import decode_reply as decode
 from specserve.exchange.sampling_params import Sampling
 from specserve.exchange.sleep import AWAKE, SleepState
 from specserve.exchange.spawn import Forked, Spawned
-from specserve.memory.keys import Keys
+from specserve.memory.blocks import Keys
 
 log = logging.getLogger("specserve")
 

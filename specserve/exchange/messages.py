@@ -11,8 +11,8 @@ import msgspec
 from specserve.config import Config
 from specserve.exchange.sampling_params import Sampling
 from specserve.exchange.sleep import SleepState
+from specserve.memory.blocks import Keys, KVFormat
 from specserve.memory.disk_tier import TierStats
-from specserve.memory.keys import Keys, KVFormat
 from specserve.models.selection import Drafters
 from specserve.models.weight_forms import WeightForms
 

@@ -7,7 +7,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from specserve.memory.updates import KVUpdates
+from specserve.memory.blocks import KVUpdates
 from specserve_kernels import HostMemory, KVCache, KVLayer, StateLayer, reserve
 
 ALIGNMENT = 16  # bytes, for vector loads

@@ -7,11 +7,9 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import NamedTuple
 
-from specserve.memory.blocks import BlockTable
+from specserve.memory.blocks import BlockPool, BlockTable, state_key, state_keys
 from specserve.memory.disk_tier import DiskTier, TierStats
 from specserve.memory.host_tier import HostTier
-from specserve.memory.keys import state_key, state_keys
-from specserve.memory.pool import BlockPool
 from specserve_kernels import HostMemory
 
 LEAST = 1e-9  # seconds; least time to load a block

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from specserve.memory.blocks import BlockPool, PendingUpdates
 from specserve.memory.checkpoints import (
     advance_state,
     begin_snapshot,
@@ -17,10 +18,8 @@ from specserve.memory.checkpoints import (
     due_checkpoints,
     ends_block,
 )
-from specserve.memory.pool import BlockPool
 from specserve.memory.sessions import Sessions
 from specserve.memory.tiers import Load, Tiers, loadable
-from specserve.memory.updates import PendingUpdates
 from specserve.scheduling.request import Request, ScheduledRequest
 from specserve.speculation.constants import FINE
 from specserve.speculation.costs import Step, StepCosts

@@ -38,7 +38,7 @@ from specserve.exchange.speculation_control import (
     SpeculationControl,
 )
 from specserve.logs import request_id
-from specserve.memory.keys import Keys
+from specserve.memory.blocks import Keys
 from specserve.models.folder import Scaled
 from specserve.models.selection import (
     resolve_drafters,

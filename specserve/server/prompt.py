@@ -23,7 +23,7 @@ from specserve.exchange.fair_queue import FairThreads, FairTurns, current_tenant
 from specserve.exchange.messages import Frames, Ready, pack
 from specserve.exchange.sampling_params import Sampling, SamplingParams, check_ends, ruled
 from specserve.exchange.spawn import start_process
-from specserve.memory.keys import Keys, KVFormat, prompt_keys
+from specserve.memory.blocks import Keys, KVFormat, prompt_keys
 from specserve.server import grammar_process, template_process
 from specserve.server.body import LARGE, BodyKind, is_short
 from specserve.server.bounded_process import Data, Done, FromProcess, ProcessStarted, Refused, Reply

@@ -14,7 +14,7 @@ from specserve.engine.build import assemble
 from specserve.engine.pool_plan import Models
 from specserve.engine.runner import build_step_input
 from specserve.exchange.sampling_params import Sampling, choices_of
-from specserve.memory.updates import PendingUpdates
+from specserve.memory.blocks import PendingUpdates
 from specserve.models.loader import load_decoder
 from specserve.models.weight import AS_STORED
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator

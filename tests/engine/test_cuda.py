@@ -19,8 +19,7 @@ from specserve.engine.sleep import Sleeper
 from specserve.engine.tuning import choose_threads
 from specserve.errors import ConfigError
 from specserve.exchange.sampling_params import Sampling
-from specserve.memory.blocks import BlockTable
-from specserve.memory.pool import BlockPool
+from specserve.memory.blocks import BlockPool, BlockTable
 from specserve.models.eagle_head import load_eagle_head
 from specserve.models.loader import load_decoder
 from specserve.speculation import head_model

@@ -10,7 +10,7 @@ import torch
 
 from specserve.exchange.messages import Caller, ResumeState
 from specserve.exchange.sampling_params import Sampling, mix64
-from specserve.memory.keys import BlockHasher, KVFormat
+from specserve.memory.blocks import BlockHasher, KVFormat
 from specserve_drafters import Draft, Nodes
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import (

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from specserve.engine.sleep import Sleeper
 from specserve.errors import ConfigError
 from specserve.exchange.messages import Caller
-from specserve.memory.keys import state_key
+from specserve.memory.blocks import state_key
 from tests.adapters import write_adapter
 from tests.checkpoints import tiny_checkpoint
 from tests.engine import test_adapters as adapted

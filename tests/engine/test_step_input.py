@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from specserve.engine.runner import KVLost, RowGroup, StepInput, build_step_input, greedy_draws
-from specserve.memory.blocks import BlockTable
-from specserve.memory.pool import BlockPool
-from specserve.memory.updates import PendingUpdates
+from specserve.memory.blocks import BlockPool, BlockTable, PendingUpdates
 from specserve.models.decoder import Decoder
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import engine_for, load_small, logits_of

@@ -7,9 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from specserve.memory.blocks import BlockTable
-from specserve.memory.keys import BlockHasher, KVFormat
-from specserve.memory.pool import BlockPool
+from specserve.memory.blocks import BlockHasher, BlockPool, BlockTable, KVFormat
 
 SIZES = [1, 4, 5, 5]  # tokens a block, of a table each
 TABLES = st.integers(0, len(SIZES) - 1)

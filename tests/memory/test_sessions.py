@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from specserve.memory import sessions as module
+from specserve.memory.blocks import BlockPool
 from specserve.memory.disk_tier import DiskTier
 from specserve.memory.host_tier import HostTier
-from specserve.memory.pool import BlockPool
 from specserve.memory.sessions import Session, Sessions
 from specserve.memory.tiers import Tiers
 from specserve_kernels.host import HostBlocks

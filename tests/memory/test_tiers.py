@@ -9,11 +9,9 @@ from threading import Event, Timer
 import pytest
 import torch
 
-from specserve.memory.blocks import BlockTable
+from specserve.memory.blocks import BlockHasher, BlockPool, BlockTable
 from specserve.memory.disk_tier import DiskTier
 from specserve.memory.host_tier import HostTier
-from specserve.memory.keys import BlockHasher
-from specserve.memory.pool import BlockPool
 from specserve.memory.tiers import Tiers
 from specserve_kernels.host import HostBlocks
 

@@ -4,9 +4,7 @@ from array import array
 
 from specserve.exchange.messages import Caller
 from specserve.exchange.sampling_params import Sampling
-from specserve.memory.blocks import BlockTable
-from specserve.memory.keys import BlockHasher
-from specserve.memory.pool import BlockPool
+from specserve.memory.blocks import BlockHasher, BlockPool, BlockTable
 from specserve.scheduling import Request, Scheduler
 from specserve.scheduling.scheduler import StepBudget
 from specserve_drafters import Draft

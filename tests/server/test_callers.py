@@ -13,7 +13,7 @@ from specserve.config import Config
 from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import Caller, Ready
 from specserve.exchange.sampling_params import SamplingParams
-from specserve.memory.keys import KVFormat, prompt_keys
+from specserve.memory.blocks import KVFormat, prompt_keys
 from specserve.server import prompt as prompt_module
 from specserve.server.app import KeyGuard
 from specserve.server.completion import Arrival, Service, arrival

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from specserve.engine.runner import RowGroup, snapshot_at
 from specserve.errors import ConfigError
-from specserve.memory.blocks import BlockTable
-from specserve.memory.pool import BlockPool
+from specserve.memory.blocks import BlockPool, BlockTable
 from specserve.memory.states import RequestState
 from specserve.speculation.draft_model import part
 from specserve.speculation.speculator import UserSource

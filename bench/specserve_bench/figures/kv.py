@@ -7,8 +7,7 @@ import torch
 
 from specserve.engine.runner import RowGroup, build_step_input
 from specserve.memory.arena import Arena, KVLayout, used_bytes
-from specserve.memory.blocks import BlockTable
-from specserve.memory.pool import BlockPool
+from specserve.memory.blocks import BlockPool, BlockTable
 from specserve.models.decoder_config import DecoderConfig
 from specserve.models.reader import KV_DTYPES
 from specserve_bench.demo.scaled_model import shape_config

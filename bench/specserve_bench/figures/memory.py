@@ -12,9 +12,7 @@ import torch
 
 from specserve import LLM, BeamSearchParams, SamplingParams
 from specserve.config import DEMO_DRAFT
-from specserve.memory.blocks import BlockTable
-from specserve.memory.keys import Keys
-from specserve.memory.pool import BlockPool
+from specserve.memory.blocks import BlockPool, BlockTable, Keys
 from specserve.models.folder import read_json
 from specserve.models.loader import load_decoder
 from specserve.speculation.draft_model import DraftModel

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from specserve.engine.engine import Engine
 from specserve.engine.runner import RowGroup, Runner, build_step_input, greedy_draws
 from specserve.memory.arena import Arena, used_bytes
-from specserve.memory.blocks import BlockTable, KVTables
-from specserve.memory.pool import BlockPool
+from specserve.memory.blocks import BlockPool, BlockTable, KVTables
 from specserve.models.decoder import Decoder
 from specserve.models.eagle_head import EagleHead
 from specserve.scheduling import Scheduler
