@@ -125,6 +125,12 @@ def test_the_next_turn_of_a_conversation_finds_a_checkpoint(recurrent, limits):
     assert engine.stats.num_accepted == engine.stats.num_drafted
 
 
+def test_each_level_of_a_tree_runs_the_nodes_before_it_again(recurrent):
+    engine = engine_for(recurrent, recurrent, "model", max_nodes=4, options=CHAIN)
+    _, rows = run_alone(engine, prompt(40), 30)
+    assert [1, 2, 3] in [rows[i : i + 3] for i in range(len(rows))], rows
+
+
 def is_draft(engine, blocks):
     return engine.pool.owners[blocks[0]] == "draft"
 
