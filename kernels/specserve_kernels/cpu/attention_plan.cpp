@@ -57,7 +57,7 @@ static int divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 void Work::divide(const Item& item, int num_heads, int64_t most) {
   int pieces = std::max(divide_up(item.cost, most), 1), parts = item.end_part - item.first_part;
   bool is_few = item.count <= FEW;
-  int heads = is_few ? std::min(num_heads, MAX_ITEM / item.count) : 1;
+  int heads = is_few ? std::min(num_heads, MAX_SHARED / item.count) : 1;
   int least = parts >= EVEN * pieces ? heads : std::min(heads, LONG);
   heads = std::max(std::min(divide_up(num_heads, pieces), heads), least);
   int cuts_wanted = std::min(parts, divide_up(pieces, divide_up(num_heads, heads)));
