@@ -14,124 +14,10 @@
 #pragma once
 
 #include <algorithm>
-#include <climits>
-#include <initializer_list>
 
-#include "attention_plan.h"
+#include "attention_memory.h"
 #include "few.h"
-#include "softmax.h"
 #include "words_tiles.h"
-
-constexpr int GROUP = 32;     // query vectors per range of tiles, multiplied together
-constexpr int BLOCK = 64;     // keys whose columns stay in L1
-constexpr int TAIL = 128;     // slots from the tree's first tile on
-constexpr int SCORES = PART + LANES;  // stride without cache set conflicts
-constexpr float LOG2_E = 1.44269504f;
-
-struct Attention {
-  const KV* kv;
-  const void* q;
-  void* out;
-  int64_t num_heads;
-  float scale;
-  float soft_cap;  // 0: none
-  const float* sinks;  // one score per query head, without a value; may be null
-  int64_t window;  // as for `first_seen`
-  int64_t is_bf16;
-
-  // Factor f so that the weight of a score is 2^(f * score).
-  float factor() const { return (soft_cap ? 1.0f : scale) * LOG2_E; }
-  // Cap scores in place; n is a multiple of LANES.
-  void cap(float* scores, int n) const {
-    if (soft_cap == 0) return;
-    for (int i = 0; i < n; i += LANES)
-      store(scores + i, ::soft_cap(load(scores + i) * scale, soft_cap));
-  }
-  // Add the sink's weight to the sum of weights.
-  void drain(float* values, Seen& seen, int64_t head, int64_t width) const {
-    if (!sinks) return;
-    float at = sinks[head] * LOG2_E, top = std::max(seen.max, at);
-    vf factor = exp2(vf{seen.max - top, at - top});
-    for (int64_t d = 0; d < width; d += LANES) store(values + d, load(values + d) * factor[0]);
-    seen = {top, seen.sum * factor[0] + factor[1]};
-  }
-};
-
-// Addresses for the positions [begin, begin + n) of a part, in whole tiles. Keys come first, then
-// values, then up to two blocks of the next part's keys, for prefetching.
-struct Part {
-  int begin, n;
-  const void* tokens[2 * PART + 2 * BLOCK];
-};
-
-// A thread's working memory, for heads of one size.
-struct Scratch {
-  int64_t width = 0;  // of a head, padded to pairs of registers
-  std::vector<word> memory;
-  word *queries, *keys, *values, *tile;  // `keys` by BLOCK; `tile`: values of one TILE
-  float *score, *tail, *part, *total;
-  // Scales of codes, by head of the item: for keys and values of a part, tree values, and the
-  // values that one query sees.
-  float *key_scales, *value_scales, *tail_scales, *own_scales;
-  Part parts[2];        // the current part and the next
-  const void *path_keys[TAIL], *path_values[TAIL];  // addresses of tree slots
-  Seen seen[MAX_ITEM], now[MAX_SHARED];
-
-  int64_t value_stride() const { return width + LANES; }
-
-  void fit(int64_t D, bool has_scales) {
-    int64_t needed = (D + 4 * LANES - 1) / (4 * LANES) * 4 * LANES;
-    if (needed <= width) return;
-    width = needed;
-    int64_t item = (MAX_ITEM + 16) * width, scales = has_scales ? MAX_SHARED : 0;
-    int64_t sizes[] = {item,
-                       width * PART,
-                       PART * value_stride(),
-                       TILE * value_stride(),
-                       (MAX_SHARED + 16) * SCORES,
-                       MAX_ITEM * TAIL,
-                       (MAX_SHARED + 16) * width,
-                       item,
-                       scales * PART,
-                       scales * PART,
-                       scales * TAIL,
-                       PART};
-    int64_t all = 16;
-    for (int64_t size : sizes) all += size;
-    memory.assign(all, 0);
-    word* at = (word*)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
-    word** const places[] = {&queries,
-                             &keys,
-                             &values,
-                             &tile,
-                             (word**)&score,
-                             (word**)&tail,
-                             (word**)&part,
-                             (word**)&total,
-                             (word**)&key_scales,
-                             (word**)&value_scales,
-                             (word**)&tail_scales,
-                             (word**)&own_scales};
-    for (int i = 0; i < 12; i++) {
-      *places[i] = at;
-      at += sizes[i];
-    }
-  }
-};
-
-// A range of positions.
-struct Span {
-  int begin, end;
-
-  bool is_empty() const { return begin >= end; }
-  int size() const { return std::max(end - begin, 0); }
-};
-static inline Span overlap(Span a, Span b) {
-  return {std::max(a.begin, b.begin), std::min(a.end, b.end)};
-}
-static inline int tile_of(int position) { return position / TILE * TILE; }
-static inline Span tiles(Span s) { return {tile_of(s.begin), tile_of(s.end + TILE - 1)}; }
-static inline Span part_span(int part) { return {part * PART, (part + 1) * PART}; }
 
 // Whether few query vectors use few.h. Float queries over codes do not: few models need them, and
 // they would double the compile time.
@@ -234,10 +120,11 @@ template <class T> struct Task {
     load_scales(kv.v_scale, seen.begin, seen.size(), x.value_scales + at, PART);
   }
   static Tokens<T> tokens_of(const Part& part) { return (Tokens<T>)part.tokens; }
-  // Prefetch target: `ahead` blocks after block j of head h. A block's heads are read in order.
-  Prefetch behind(const Part& part, int j, int h, int block, int ahead) const {
-    int head = h + ahead;
-    return {part.tokens + j + head / item.num_heads * block,
+  // Prefetch target of few query vectors, some blocks after block j of head h. A block's heads are
+  // read in order.
+  Prefetch behind(const Part& part, int j, int h) const {
+    int head = h + FEW_AHEAD;
+    return {part.tokens + j + head / item.num_heads * FEW_BLOCK,
             head % item.num_heads * D * int64_t(sizeof(T))};
   }
 
@@ -275,7 +162,9 @@ template <class T> struct Task {
   }
   // Register products of n positions with keys or with values, for all query vectors and heads.
   int64_t key_products(int n) const { return item.num_heads * item.count * n / WORDS * words; }
-  int64_t value_products(int n) const { return item.num_heads * item.count * width / WORDS * n / PER; }
+  int64_t value_products(int n) const {
+    return item.num_heads * item.count * width / WORDS * n / PER;
+  }
 
   // Compute the scores of all tree slots for all rows. Each row later selects its path.
   void score_tails() {
@@ -285,7 +174,7 @@ template <class T> struct Task {
     for (int h = 0; h < item.num_heads; h++)
       for (int j = 0; j < num; j += BLOCK) {
         int n = (std::min(BLOCK, num - j) + LANES - 1) / LANES * LANES;
-        load_keys<T>((Tokens<T>)x.path_keys + j, n, h * D, D, {}, x.keys, BLOCK);
+        load_keys<T>((Tokens<T>)x.path_keys + j, n, h * D, D, x.keys, BLOCK);
         multiply_keys(queries(h, 0), item.count, {tail_scores(h, 0) + j, TAIL}, x.keys, n);
       }
     if constexpr (IS_CODE<T>) scale_tails(num);
@@ -309,7 +198,7 @@ template <class T> struct Task {
           score_few_keys(part, j, h);
           continue;
         }
-        load_keys<T>(tokens_of(part) + j, n, h * D, D, {}, x.keys, BLOCK);
+        load_keys<T>(tokens_of(part) + j, n, h * D, D, x.keys, BLOCK);
         for (int g = 0; g < item.count; g += GROUP)
           score_keys(number, part, j, h, g, x.keys);
       }
@@ -318,7 +207,7 @@ template <class T> struct Task {
   void score_few_keys(const Part& part, int j, int h) {
     with_constant<T>(item.count, [&]<int N>() {
       score_few<T, N>(queries(h, 0), tokens_of(part) + j, FEW_BLOCK, h * D, D,
-                      behind(part, j, h, FEW_BLOCK, FEW_AHEAD),
+                      behind(part, j, h),
                       {scores(h, 0) + part.begin + j, SCORES});
     });
   }
@@ -415,13 +304,13 @@ template <class T> struct Task {
   void add_few_values(const Part& part, int j, int h) {
     with_constant<T>(item.count, [&]<int N>() {
       add_few<T, N>(weights(h, 0, part.begin + j), tokens_of(part) + part.n + j, FEW_BLOCK, h * D,
-                    D, behind(part, part.n + j, h, FEW_BLOCK, FEW_AHEAD), sums(h, 0));
+                    D, behind(part, part.n + j, h), sums(h, 0));
     });
   }
   void add_values_of(int number, const Part& part, int j, int n, int h) {
     Tokens<T> values = tokens_of(part) + part.n + j;
     int first = part.begin + j;
-    load_values<T>(values, n, h * D, D, {}, x.values, x.value_stride());
+    load_values<T>(values, n, h * D, D, x.values, x.value_stride());
     bool are_safe = are_safe_values(number * PART + first, n);
     for (int g = 0; g < item.count; g += GROUP)
       if (are_safe) add_shared(number, first, n, h, g);
@@ -485,7 +374,7 @@ template <class T> struct Task {
     std::fill_n(values, TILE, ZEROS<T>);
     for (int p = seen.begin; p < seen.end; p++) values[p - t] = value_at(p);
     if (!HAS_FEW<T> || n > MAX_FEW || on_tiles) {
-      load_values<T>(values, TILE, h * D, D, {}, x.tile, x.value_stride());
+      load_values<T>(values, TILE, h * D, D, x.tile, x.value_stride());
       return multiply_values(h, i, n, t - part * PART, TILE, x.tile);
     }
     // Zeros times weights of 0 change no sum, so only visible words are added.
@@ -536,9 +425,9 @@ template <class T> struct Task {
   void run_groups(int number, const Part& part, const Part& next, float* partials) {
     auto keys_from = [&](int j) { return x.keys + j * words; };
     for (int j = 0; j < part.n; j += BLOCK)
-      load_keys<T>(tokens_of(part) + j, std::min(BLOCK, part.n - j), 0, D, {}, keys_from(j), BLOCK);
+      load_keys<T>(tokens_of(part) + j, std::min(BLOCK, part.n - j), 0, D, keys_from(j), BLOCK);
     Tokens<T> values = tokens_of(part) + part.n;
-    load_values<T>(values, part.n, 0, D, {}, x.values, x.value_stride());
+    load_values<T>(values, part.n, 0, D, x.values, x.value_stride());
     bool are_safe = are_safe_values(number * PART + part.begin, part.n);
     look_ahead(next.tokens, 2 * next.n, key_products(part.n) + value_products(part.n));
     for (int g = 0; g < item.count; g += GROUP) {

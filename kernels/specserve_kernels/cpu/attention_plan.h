@@ -59,7 +59,7 @@ struct Work {
  private:
   void view_rows(const Rows& rows);
   void add_request(const Rows& rows, int request, int group, int size);
-  void divide(const Item& item, int num_heads, int64_t most);
+  void divide(const Item& item, int num_heads, int64_t most, int threads);
 };
 
 // Floats of a partial result of a query vector: its sum of values, maximum score and sum of

@@ -59,8 +59,8 @@ template <int N, int S> static INLINE void store_sums(const rf (&from)[N][S], Su
     for (int s = 0; s < S; s++) store_words(to.from(i, s * WORDS).at, (rw)from[i][s]);
 }
 
-// Lines of tokens that are read later. They are prefetched between the blocks of a product, a few at
-// a time, because a CPU has buffers for few misses.
+// Tokens that are read later. Their lines are prefetched between the blocks of a product, a few at a
+// time, because a CPU has buffers for few misses.
 struct Ahead {
   const void* const* tokens = nullptr;
   int num_tokens = 0;
@@ -73,7 +73,8 @@ struct Ahead {
     done += more;
     int end = std::min<int64_t>(done * num_tokens / products, num_tokens);
     for (; next < end; next++)
-      for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)tokens[next] + i, 0, 2);
+      for (int64_t i = 0; i < bytes; i += 64)
+        __builtin_prefetch((const char*)tokens[next] + i, 0, 2);
   }
 };
 
