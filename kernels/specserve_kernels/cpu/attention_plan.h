@@ -7,7 +7,7 @@
 
 constexpr int TILE = 32;       // positions skipped or multiplied together
 constexpr int PART = 256;      // positions per softmax step
-constexpr int MAX_ITEM = 256;  // query vectors per work item of one KV head
+constexpr int MAX_ITEM = 512;  // query vectors per work item of one KV head
 constexpr int MAX_SHARED = 128;  // query vectors of all heads of an item with several
 constexpr int MAX_FEW = 8;     // query vectors that few.h multiplies
 constexpr int FEW = 16;        // query vectors with sums in L1
