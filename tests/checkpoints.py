@@ -193,6 +193,11 @@ FAMILIES: dict[str, dict[str, Any]] = {  # name -> model_type and what sets the 
         "shared_expert_intermediate_size": 48,
         **GATED_DELTA,
     },
+    "olmo_hybrid": {
+        "model_type": "olmo_hybrid",
+        **GATED_DELTA,
+        "rope_parameters": {"rope_theta": None},
+    },
     "bamba": {
         "model_type": "bamba",
         "attn_layer_indices": [1],
@@ -396,6 +401,7 @@ RECURRENT = {
     "qwen3_next",
     "qwen3_5_vision",
     "qwen3_5_moe_vision",
+    "olmo_hybrid",
 }
 
 SIZES: dict[str, Any] = {

@@ -40,7 +40,7 @@ CASES |= {
         *("olmo3", "seed_oss", "ernie4_5", "hunyuan", "ministral3", "cohere", "command_r_plus"),
         *("starcoder2", "stablelm", "nemotron", "arcee", "apertus"),
         *("granite_moe", "minimax_m2", "ernie4_5_moe", "glm4_moe", *MULTIMODAL),
-        *("lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next"),
+        *("lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid"),
     )
 }
 # By transformers' modules: those that native code lacks, and one where they are asked for.

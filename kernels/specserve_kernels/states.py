@@ -101,6 +101,7 @@ class DeltaParams(NamedTuple):
     rate     [Hv]  float32  factor of a head's time step; its exponential is the decay
     dt_bias  [Hv]  float32  added to a head's time step
     norm     [Dv]  float32  weight of the norm of each head's output
+    beta_factor             multiplies the share of a value that an update writes
     """
 
     rate: Tensor
@@ -108,6 +109,7 @@ class DeltaParams(NamedTuple):
     norm: Tensor
     eps: float
     num_k_heads: int
+    beta_factor: float = 1.0
 
 
 class MambaParams(NamedTuple):

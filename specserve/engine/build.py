@@ -32,7 +32,6 @@ from specserve.engine.ranks import (
     placed,
     start_followers,
 )
-from specserve.engine.recurrent import check_draft
 from specserve.engine.runner import Runner
 from specserve.engine.tuning import KeptCosts, costs_file, measure, model_key, tune
 from specserve.errors import ConfigError
@@ -189,13 +188,11 @@ def assemble(
     """Build an engine for loaded models; `followers` run the other parts of the target model."""
     if followers is not None and isinstance(models.target, Decoder):
         models = models._replace(target=models.target.connected(followers.connections))
-    if models.draft is not None:
-        check_draft(config, models.draft)
     adapters, target = build_adapters(config, models.target, followers)
     models = models._replace(target=target)
     target, draft, _, num_ids = models
     runners, pool = build_pool(config, models, max_len, followers)
-    sessions = build_sessions(config, pool, runners.target, followers)
+    sessions = build_sessions(config, pool, runners.target, followers, runners.draft)
     scheduler = Scheduler(step_budget(config, target, draft), pool, sessions=sessions)
     draft_model, head = None, None
     if runners.draft is not None and draft is not None:

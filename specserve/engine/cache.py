@@ -27,7 +27,11 @@ TIMED = 32  # blocks that are copied to measure the time of a load; more than ca
 
 
 def build_sessions(
-    config: Config, pool: BlockPool, target: Runner, followers: Followers | None = None
+    config: Config,
+    pool: BlockPool,
+    target: Runner,
+    followers: Followers | None = None,
+    draft: Runner | None = None,
 ) -> Sessions | None:
     """Return the tiers of a pool and their sessions; None if the config has no tiers. ConfigError
     if memory is missing, or the folder cannot be used.
@@ -36,7 +40,8 @@ def build_sessions(
     num_blocks = memory.host_bytes // block_bytes
     if memory.host_bytes == 0:
         return None
-    least = 2 + 2 * arena.state_size  # pinned blocks fill at most half of the tier
+    # Pinned blocks fill at most half of the tier.
+    least = 2 + 2 * max(target.state_size, 0 if draft is None else draft.state_size)
     if num_blocks < least:
         raise ConfigError(
             f"memory.host_bytes = {memory.host_bytes} holds fewer than {least} blocks of "

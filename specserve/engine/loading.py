@@ -306,7 +306,9 @@ def load_model(
 
     dtype, most = config.model.dtype, config.scheduler.max_model_len
     if shape.implementation == "native":  # the other sizes are estimates
-        check_memory(folder, num_bytes(folder, shape, dtype, ops, rounding, shard), ops)
+        needed = num_bytes(folder, shape, dtype, ops, rounding, shard)
+        # Of ranks that share a memory, `check_ranks_memory` has reported the sum.
+        check_memory(folder, needed, ops, is_reported=not share_memory(config, shard.size, ops))
     try:
         if shape.implementation == "transformers":
             refuse_ranks(folder, shard)
@@ -352,14 +354,15 @@ SMALLER = (
 )
 
 
-def check_memory(folder: Path, needed: int, ops: Ops) -> None:
+def check_memory(folder: Path, needed: int, ops: Ops, is_reported: bool = True) -> None:
     """Report the memory that a model's weights need. Raises ConfigError if less is free."""
     try:
         free = ops.free_memory()
     except DeviceError:  # memory.kv_bytes may be set
         return
     gib, free_gib = needed / 2**30, free / 2**30
-    log.info("%s: its weights need %.2f GiB, and %.2f GiB are free", folder, gib, free_gib)
+    if is_reported:
+        log.info("%s: its weights need %.2f GiB, and %.2f GiB are free", folder, gib, free_gib)
     if needed > free:
         raise ConfigError(
             f"{folder}: its weights need {gib:.1f} GiB, but only {free_gib:.1f} GiB are free. "
@@ -375,12 +378,18 @@ def check_ranks_memory(config: Config) -> None:
         return
     ops, folder, model = load_ops(config), resolve_model(config), config.model
     shape = open_source(folder).shape(model.implementation)
-    if ops.place(torch.empty(0)).is_cuda or shape.implementation != "native":
+    if not share_memory(config, config.parallel.size, ops) or shape.implementation != "native":
         return
     rounding = rounding_of(model)
     shards = [shard_of(config, rank) for rank in range(config.parallel.size)]
     each = (num_bytes(folder, shape, model.dtype, ops, rounding, shard) for shard in shards)
     check_memory(folder, sum(each), ops)
+
+
+def share_memory(config: Config, num_ranks: int, ops: Ops) -> bool:
+    """Return whether several ranks of a model compute with the memory of this machine."""
+    is_here = num_ranks > 1 and config.parallel.address is None
+    return is_here and not ops.place(torch.empty(0)).is_cuda
 
 
 def num_bytes(

@@ -7,14 +7,21 @@ import torch
 from specserve.config import Config
 from specserve.engine.loading import asked_for
 from specserve.engine.ranks import Followers, num_sharing
-from specserve.engine.recurrent import check_draft
 from specserve.engine.runner import Runner
 from specserve.errors import ConfigError
-from specserve.memory.arena import Arena, block_bytes, place_states, tokens_that_fit
+from specserve.memory.arena import (
+    Arena,
+    block_bytes,
+    place_states,
+    shard_block_bytes,
+    tokens_that_fit,
+)
 from specserve.memory.blocks import BlockPool
-from specserve.models.decoder import LoadedModel
+from specserve.models.decoder import Decoder, LoadedModel
 from specserve.models.draft_head import DraftHead
+from specserve.models.layouts import kv_layouts, state_layouts
 from specserve.models.reader import KV_DTYPES
+from specserve.models.shard import WHOLE, Shard
 from specserve_drafters.candidates import TREE_SLOTS
 from specserve_kernels import DeviceError, KVCache, Ops
 
@@ -51,7 +58,8 @@ class PoolPlan:
     num_blocks   at most the need of `max_running` such requests, and at most what memory allows
     """
 
-    def __init__(self, config: Config, models: Models, max_len: int) -> None:
+    def __init__(self, config: Config, models: Models, max_len: int, shard: Shard = WHOLE) -> None:
+        """`shard` is the part of the target model that rank 0 runs."""
         dtype, head = KV_DTYPES.get(config.memory.kv_dtype), models.head
         layouts = [*models.target.kv_layouts(dtype), *(head.kv_layouts(dtype) if head else ())]
         self.layouts = [layouts, *([models.draft.kv_layouts(dtype)] if models.draft else [])]
@@ -63,6 +71,12 @@ class PoolPlan:
         own = block_bytes(target, config.memory.block_size, others)
         self.block_bytes = max(own, *pieces, 0)
         self.state_size, _ = place_states(self.states, self.block_bytes)
+        largest = self.block_bytes
+        if isinstance(models.target, Decoder):  # the other ranks' states have as many blocks
+            for rank in range(1, shard.size):
+                num_bytes, size = state_of_rank(config, models.target, shard.at(rank))
+                self.state_size = max(self.state_size, size)
+                largest = max(largest, num_bytes)
         self.draft_size, _ = place_states(self.draft_states, self.block_bytes)
         self.block_sizes = [config.memory.block_size]
         for draft in drafts:
@@ -76,7 +90,7 @@ class PoolPlan:
         self.allowed = kv_bytes(config, models.target.ops)
         needed = sum(self.per_request) + CHECKPOINTS * (self.state_size + self.draft_size)
         needed *= config.scheduler.max_running
-        self.num_blocks = min(self.allowed // self.block_bytes, needed)
+        self.num_blocks = min(self.allowed // largest, needed)
 
     def check(self) -> None:
         """Raise ConfigError, with the settings to change, unless one request of full length
@@ -94,27 +108,39 @@ class PoolPlan:
         )
 
 
+def state_of_rank(config: Config, target: Decoder, shard: Shard) -> tuple[int, int]:
+    """Return the bytes of a block of another rank, and the blocks of its part of a state."""
+    dtype = KV_DTYPES.get(config.memory.kv_dtype, target.dtype)
+    states = state_layouts(target.config, shard, target.dtype)
+    own = kv_layouts(target.config, shard, dtype)
+    num_bytes = shard_block_bytes(own, states, config.memory.block_size)
+    return num_bytes, place_states(states, num_bytes)[0]
+
+
 def build_pool(
     config: Config, models: Models, max_len: int, followers: Followers | None = None
 ) -> tuple[Runners, BlockPool]:
     """Return a runner for each model, and the pool that they share. `followers` get pools with as
     many blocks.
     """
-    plan = PoolPlan(config, models, max_len)
+    plan = PoolPlan(config, models, max_len, WHOLE if followers is None else followers.shard)
     plan.check()
     arena, (target, draft, head, _) = allocate(plan, models.target.ops), models
     both = arena.view(plan.layouts[0], plan.block_sizes[0]).layers
     sizes, num_layers = rows_of_steps(config), len(target.kv_layouts())
     # Only the target's KV is moved: a head runs accepted draft tokens again.
-    states = arena.add_states(plan.states, config.max_step_nodes) if plan.states else ()
+    states = arena.add_states(plan.states, config.max_step_nodes, plan.state_size)
     arena.views["target"] = of_target = KVCache(both[:num_layers], states)
     last = target.config.num_layers
     aux_layer_ids = () if head is None else [i for i in head.aux_layer_ids if i < last]
     leading = None
     if followers is not None:
-        followers.allocate(plan.num_blocks, plan.block_sizes[0], sizes, aux_layer_ids)
+        given = plan.block_sizes[0], sizes, aux_layer_ids, plan.state_size
+        followers.allocate(plan.num_blocks, *given)
         arena.repeat, leading = followers.update, followers.leading
-    runners = Runners(Runner(target, arena, of_target, *sizes, aux_layer_ids, leading))
+    runners = Runners(
+        Runner(target, arena, of_target, *sizes, aux_layer_ids, leading, plan.state_size)
+    )
     if draft is not None:
         kv = arena.add_view("draft", plan.layouts[1], plan.block_sizes[1])
         kv = with_states(arena, kv, draft, config)
@@ -137,7 +163,6 @@ def another_draft(config: Config, arena: Arena, draft: LoadedModel) -> Runner:
     cannot hold a token of it, or a piece of its state. The arena's view of the draft model's KV
     does not change.
     """
-    check_draft(config, draft)
     layouts = draft.kv_layouts(KV_DTYPES.get(config.memory.kv_dtype))
     fits = tokens_that_fit(layouts, arena.blocks.shape[1])
     if fits == 0:

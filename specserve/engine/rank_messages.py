@@ -9,7 +9,8 @@ from torch import Tensor
 
 from specserve.config import Config
 from specserve.memory.blocks import KVUpdates
-from specserve_kernels import AdapterRows, Rows
+from specserve.memory.states import StateReplay
+from specserve_kernels import AdapterRows, Rows, StateRows
 
 # dtypes of the fields of Rows, in their order
 DTYPES = (*["int32"] * 5, "int64", "int32", "int64")
@@ -55,6 +56,7 @@ class Allocate(msgspec.Struct, frozen=True, tag=True, array_like=True):
     max_rows: int
     max_read: int
     aux_layer_ids: tuple[int, ...]
+    state_size: int  # blocks of a request's recurrent state; 0: no rank has recurrent layers
 
 
 class AllocateHost(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -84,6 +86,7 @@ class Forward(msgspec.Struct, frozen=True, tag=True, array_like=True):
     token_ids: bytearray
     read: bytearray
     adapters: Sequence[bytearray] | None  # fields of AdapterRows, int32
+    states: Sequence[bytearray] | None  # fields of StateRows, int32
 
 
 class Logits(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -99,33 +102,43 @@ class Update(msgspec.Struct, frozen=True, tag=True, array_like=True):
     stores: list[tuple[int, int]]
     copies: list[tuple[int, int]]
     loads: list[tuple[int, int]]
+    replays: list[StateReplay]
 
 
 Command = Allocate | AllocateHost | ReadAdapter | PutAdapter | Forward | Logits | Update
 
 
 def forward_of(rows: Rows, token_ids: Tensor, read: Tensor) -> Forward:
-    *fields, adapters, _ = rows
+    *fields, adapters, states = rows
     return Forward(
         threads=torch.get_num_threads(),
         rows=[bytes_of(x) for x in fields],
         token_ids=bytes_of(token_ids),
         read=bytes_of(read),
         adapters=None if adapters is None else [bytes_of(x) for x in adapters],
+        states=None if states is None else [bytes_of(x) for x in states],
     )
 
 
 def update_of(updates: KVUpdates) -> Update:
-    assert not updates.replays, "ranks have no recurrent layers"
-    moves = updates.moves.get("target", [])
-    return Update(moves, updates.stores, updates.copies, updates.loads)
+    moves, replays = updates.moves.get("target", []), [*updates.replays]
+    return Update(moves, updates.stores, updates.copies, updates.loads, replays)
 
 
 def rows_in(message: Forward) -> Rows:
     adapters = message.adapters
     fields = (tensor_of(x, dtype) for x, dtype in zip(message.rows, DTYPES, strict=True))
     given = None if adapters is None else AdapterRows(*(tensor_of(x, "int32") for x in adapters))
-    return Rows._make([*fields, given, None])
+    return Rows._make([*fields, given, states_in(message)])
+
+
+def states_in(message: Forward) -> StateRows | None:
+    if message.states is None:
+        return None
+    states = StateRows._make(tensor_of(x, "int32") for x in message.states)
+    num_requests = len(states.committed)
+    blocks, snapshots = (x.view(num_requests, -1) for x in (states.blocks, states.snapshots))
+    return states._replace(blocks=blocks, snapshots=snapshots)
 
 
 def bytes_of(x: Tensor) -> bytearray:

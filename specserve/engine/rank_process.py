@@ -32,16 +32,16 @@ from specserve.engine.rank_messages import (
 )
 from specserve.engine.rank_network import SECONDS, Hello, RankListener, connect
 from specserve.engine.ranks import connections, identity, join_devices, placed, shard_of
-from specserve.engine.runner import update_arena
+from specserve.engine.runner import reserve_kept, update_arena
 from specserve.errors import ConfigError
 from specserve.exchange.messages import Link
-from specserve.memory.arena import Arena, used_bytes
+from specserve.memory.arena import Arena, shard_block_bytes
 from specserve.memory.blocks import KVUpdates
 from specserve.models.adapters import AdapterSlots, PackedAdapter, read_adapter
 from specserve.models.decoder import Connections, Decoder
 from specserve.models.reader import KV_DTYPES
 from specserve.process import die_with_parent, ignore_signals, keep_objects, prepare
-from specserve_kernels import Program, RankLost
+from specserve_kernels import KVCache, Program, RankLost
 
 log = logging.getLogger("specserve")
 KEPT = 8  # adapters that were read last and stay in memory; others are read again
@@ -178,9 +178,12 @@ class Rank:
     def allocate(self, command: Allocate) -> None:
         ops, block_size = self.decoder.ops, command.block_size
         layouts = self.decoder.kv_layouts(KV_DTYPES.get(self.config.memory.kv_dtype))
-        block_bytes = used_bytes(layouts, block_size)
+        states = self.decoder.state_layouts()
+        block_bytes = shard_block_bytes(layouts, states, block_size)
         self.arena = Arena(ops.allocate(command.num_blocks * block_bytes), block_bytes)
         kv = self.arena.add_view("target", layouts, block_size)
+        num_kept = self.config.max_step_nodes
+        kv = KVCache(kv.layers, self.arena.add_states(states, num_kept, command.state_size))
         sizes = command.max_rows, command.max_read
         self.program = self.decoder.program(kv, *sizes, command.aux_layer_ids)
         keep_objects()
@@ -212,7 +215,10 @@ class Rank:
     def forward(self, command: Forward, program: Program) -> None:
         torch.set_num_threads(command.threads)
         read = tensor_of(command.read)
-        program.run(rows_in(command), tensor_of(command.token_ids), read)
+        rows = rows_in(command)
+        if self.arena is not None and rows.states is not None:
+            reserve_kept(self.arena.states, program, rows.states, rows.qo_indptr)
+        program.run(rows, tensor_of(command.token_ids), read)
         self.check()
 
     def check(self) -> None:

@@ -333,10 +333,15 @@ class Followers:
         join_devices(ops, self.connections, self.shard, folder)
 
     def allocate(
-        self, num_blocks: int, block_size: int, rows: tuple[int, int], aux: Sequence[int]
+        self,
+        num_blocks: int,
+        block_size: int,
+        rows: tuple[int, int],
+        aux: Sequence[int],
+        state_size: int = 0,
     ) -> None:
         """Allocate the KV of all ranks: as many blocks as rank 0 has."""
-        self.send(Allocate(num_blocks, block_size, *rows, tuple(aux)))
+        self.send(Allocate(num_blocks, block_size, *rows, tuple(aux), state_size))
 
     def allocate_host(self, num_blocks: int) -> None:
         self.send(AllocateHost(num_blocks))

@@ -38,6 +38,7 @@ from specserve_kernels import (
     Replays,
     Rows,
     SampleParams,
+    StateLayer,
     StateRows,
     Threads,
     reserve,
@@ -539,10 +540,12 @@ class Runner:
         max_read: int = 1,
         aux_layer_ids: Collection[int] = (),
         leading: Callable[[Program], Program] | None = None,
+        state_size: int | None = None,
     ) -> None:
         """`kv` is the model's view of the arena. Memory is reserved for steps of `max_rows` rows,
         `max_read` of them read. `outputs` include the inputs of the layers in `aux_layer_ids`.
-        `leading` returns a program whose runs other ranks repeat.
+        `leading` returns a program whose runs other ranks repeat. `state_size`: blocks of a
+        request's recurrent state; None: as many as this model needs.
         """
         self.decoder, self.ops, self.arena = decoder, decoder.ops, arena
         self.kv, self.head_rows = kv, min(max_read, HEAD_ROWS)
@@ -551,7 +554,8 @@ class Runner:
         self.threads: Threads | None = None  # None keeps torch's number
         self.outputs: Outputs | None = None  # outputs of the last launch
         # Blocks of a request's recurrent state; 0: no op has a state
-        self.state_size = max((1 + int(s.places[:, 0].max()) for s in kv.states), default=0)
+        needed = max((1 + int(s.places[:, 0].max()) for s in kv.states), default=0)
+        self.state_size = needed if state_size is None else state_size
 
     def launch(self, step: StepInput, residual: Tensor | None = None) -> Launched:
         """Do the step's KV updates, write the KV of all its rows, and compute the logits that are
@@ -575,7 +579,8 @@ class Runner:
 
     def compute(self, step: StepInput, residual: Tensor | None = None) -> Launched:
         if step.states is not None:
-            self.reserve_kept(step.states, np.diff(step.qo_indptr))
+            borders = torch.from_numpy(step.qo_indptr)
+            reserve_kept(self.kv.states, self.program, step.states, borders)
         token_ids, read = torch.from_numpy(step.token_ids), torch.from_numpy(step.read)
         if step.draws is not None and self.is_sliced(step, step.draws):
             return self.compute_in_slices(step, token_ids, read, step.draws)
@@ -593,14 +598,6 @@ class Runner:
             each, *columns = also
             params = SampleParams.of(columns)
         return Launched(logits, self.ops.sample(logits, each, params))
-
-    def reserve_kept(self, states: StateRows, sizes: NDArray[np.int32]) -> None:
-        """Make place for the inputs of a step's draft tokens. The replays of the last step's are
-        done.
-        """
-        ends = states.kept + torch.from_numpy(sizes) - states.committed
-        if reserve(self.kv.states, int(ends.max())):
-            self.program.forget()  # recordings have the old addresses
 
     def is_sliced(self, step: StepInput, draws: Draws) -> bool:
         """Return whether tokens must be sampled slice by slice, because not all logits are kept."""
@@ -681,6 +678,17 @@ class Runner:
             update_arena(self.ops, self.arena, updates)
         except Exception as e:
             raise KVLost(f"KV updates failed ({e})") from e
+
+
+def reserve_kept(
+    layers: Sequence[StateLayer], program: Program, states: StateRows, qo_indptr: Tensor
+) -> None:
+    """Make place for the inputs of a step's draft tokens. The replays of the last step's are
+    done.
+    """
+    ends = states.kept + qo_indptr.diff() - states.committed
+    if reserve(layers, int(ends.max())):
+        program.forget()  # recordings have the old addresses
 
 
 def update_arena(ops: Ops, arena: Arena, updates: KVUpdates) -> None:

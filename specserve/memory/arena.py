@@ -83,6 +83,14 @@ def block_bytes(layouts: Sequence[KVLayout], block_size: int, others: Sequence[K
     return max(used_bytes(layouts, block_size), used_bytes(others, 1))
 
 
+def shard_block_bytes(
+    layouts: Sequence[KVLayout], states: Sequence[StateLayout], block_size: int
+) -> int:
+    """Bytes of a block for `block_size` tokens of one rank's layers, and for a piece of a state."""
+    pieces = (layout.piece_bytes for layout in states)
+    return max(used_bytes(layouts, block_size), *pieces, 0)
+
+
 def tokens_that_fit(layouts: Sequence[KVLayout], block_bytes: int) -> int:
     """The maximum number of a model's tokens in a block of `block_bytes`."""
     size = 0
@@ -126,9 +134,15 @@ class Arena:
             begin += layout.layer_bytes(block_size)
         return KVCache(tuple(layers))
 
-    def add_states(self, layouts: Sequence[StateLayout], num_kept: int) -> tuple[StateLayer, ...]:
-        """Place the states of recurrent ops, which keep the inputs of `num_kept` draft tokens."""
-        self.state_size, _ = place_states(layouts, self.blocks.shape[1])
+    def add_states(
+        self, layouts: Sequence[StateLayout], num_kept: int, state_size: int | None = None
+    ) -> tuple[StateLayer, ...]:
+        """Place the states of recurrent ops, which keep the inputs of `num_kept` draft tokens.
+        `state_size` is the number of blocks of a state in all ranks; None: as many as needed.
+        """
+        needed, _ = place_states(layouts, self.blocks.shape[1])
+        self.state_size = needed if state_size is None else state_size
+        assert needed <= self.state_size, "other ranks use fewer blocks for a state"
         self.states = self.state_layers(layouts, num_kept)
         return self.states
 

@@ -22,6 +22,8 @@ from specserve.models.decoder_config import DecoderConfig
 from specserve.models.folder import check_pointer, check_regular
 from specserve.models.layer_reader import rows_of_gate, rows_of_qkv
 from specserve.models.recurrent import GatedDelta, Mamba2
+from specserve.models.recurrent_shard import recurrent_part
+from specserve.models.shard import Shard
 from specserve.models.tensor_shapes import layer_shapes
 from specserve.models.weight_files import check_is_at_home
 
@@ -149,11 +151,9 @@ def rows_of_map(config: DecoderConfig, layer: int, name: str) -> Tensor | None:
     if name == "qkv":
         return rows_of_qkv(config, layer)
     if name == "gate":
-        return rows_of_gate(config)
-    recurrent = config.recurrent
-    if name == "inputs" and isinstance(recurrent, GatedDelta | Mamba2):
-        rows = recurrent.input_rows()
-        return None if rows is None else torch.tensor(rows)
+        return rows_of_gate(config, range(config.num_heads))
+    if name == "inputs" and config.recurrent is not None:
+        return recurrent_part(config.recurrent, Shard()).inputs
     return None
 
 
@@ -388,13 +388,15 @@ class AdapterSlots:
 
 
 def rows_of_maps(decoder: Decoder) -> dict[str, Tensor | None]:
-    """The rows of each fused map of a layer that a shard holds; None: all. Models with other maps
-    have no shards.
-    """
+    """The rows of each fused map of a layer that a shard holds; None: all."""
     config, shard = decoder.config, decoder.shard
-    hidden = shard.rows(config.hidden_size)
+    hidden, D, heads = shard.rows(config.hidden_size), config.head_dim, shard.heads(config).query
+    own = None if config.recurrent is None else recurrent_part(config.recurrent, shard)
     return {
         "qkv": shard.qkv_rows(config, None),
+        "gate": None if shard.tensor == 1 else torch.arange(heads.start * D, heads.stop * D),
+        "inputs": None if own is None else own.columns,
+        "mamba_out": hidden,
         "out": hidden,
         "gate_up": shard.gate_up_rows(config),
         "down": hidden,

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from specserve.memory.arena import KVLayout, StateLayout
+from specserve.models import layouts
 from specserve.models.altup import HALF, AltUp, StreamMaps
 from specserve.models.decoder_config import DecoderConfig, Shape
 from specserve.models.per_layer import PerLayerMaps, PerLayerTable
-from specserve.models.recurrent import Mamba2, ShortConv
+from specserve.models.recurrent_shard import recurrent_part
 from specserve.models.shard import WHOLE, Shard
 from specserve.models.weight import Weight
 from specserve.models.weight_forms import WeightForms
@@ -261,6 +262,7 @@ class Gatherings(NamedTuple):
 
     heads: Gathering | None = None  # queries and attention's results, [R, H D]
     keys: Gathering | None = None  # [R, Hk D]; None, too, if several ranks hold a KV head
+    recurrent: Gathering | None = None  # results of recurrent ops
     inner: Gathering | None = None  # inner rows of the MLP
     experts: Gathering | None = None  # inner rows of an expert
     holders: Gathering | None = None  # the experts, if each rank holds some
@@ -317,28 +319,11 @@ class Decoder:
         """The layout of this shard's KV of each layer that has KV, in `dtype`; None: the dtype of
         activations.
         """
-        c, own = self.config, []
-        for i in filter(c.has_kv, self.shard.layers(c.num_layers)):
-            heads, size = len(self.shard.heads(c, i).kv), c.kv_heads(i).size
-            own.append(KVLayout(heads, size, dtype or self.dtype))
-        return tuple(own)
+        return layouts.kv_layouts(self.config, self.shard, dtype or self.dtype)
 
     def state_layouts(self) -> tuple[StateLayout, ...]:
-        """The layout of the states of the recurrent ops, in the order of a forward."""
-        own, number = self.config.recurrent, sum(self.config.recurrent_layers)
-        if own is None:
-            return ()
-        width = own.width if isinstance(own, ShortConv) else own.inner
-        conv = StateLayout(1, (own.taps - 1, width), self.dtype, width)
-        if isinstance(own, ShortConv):
-            return (conv,) * number
-        if isinstance(own, Mamba2):
-            H, G = own.num_heads, own.num_groups
-            size, kept = (own.state_dim, own.head_dim), G * own.state_dim + H * (own.head_dim + 1)
-            return (conv, StateLayout(H, size, torch.float32, kept, G)) * number
-        Hv, shape = own.num_v_heads, (own.k_dim, own.v_dim)
-        kept = Hv * (own.k_dim + own.v_dim + 2)
-        return (conv, StateLayout(Hv, shape, torch.float32, kept)) * number
+        """The layout of the states of this shard's recurrent ops, in the order of a forward."""
+        return layouts.state_layouts(self.config, self.shard, self.dtype)
 
     def program(
         self, kv: KVCache, max_rows: int, max_read: int, aux_layer_ids: Collection[int] = ()
@@ -540,11 +525,11 @@ class Decoder:
         """The results of a layer's attention, of all heads."""
         c, q = self.config, self.write(layer, h, cache, plan, qkv)
         scores = c.score_scale, layer.window, c.score_cap, layer.sinks
-        out = self.gather(self.ops.attention(q, cache, plan, *scores), self.gatherings.heads)
-        if layer.gate is None:
-            return out
-        added = self.added(h, layer.adapters.gate, plan)
-        return self.ops.gate(out, self.ops.linear(h, layer.gate, layer.gate_bias, added))
+        out = self.ops.attention(q, cache, plan, *scores)
+        if layer.gate is not None:
+            added = self.added(h, layer.adapters.gate, plan)
+            out = self.ops.gate(out, self.ops.linear(h, layer.gate, layer.gate_bias, added))
+        return self.gather(out, self.gatherings.heads)
 
     def recur(self, layer: Layer, h: Tensor, states: tuple[StateLayer, ...], plan: Any) -> Tensor:
         """The results of a layer's recurrent ops."""
@@ -552,11 +537,13 @@ class Decoder:
         added = self.added(h, layer.adapters.inputs, plan)
         if conv is not None:
             x = ops.linear(h, conv.inputs, conv.inputs_bias, added)
-            return ops.causal_conv(x, conv.weight, conv.bias, states[0], plan, "gated")
+            found = ops.causal_conv(x, conv.weight, conv.bias, states[0], plan, "gated")
+            return self.gather(found, self.gatherings.recurrent)
         assert delta is not None, "a layer with attention has no state"
         x = ops.linear(h, delta.inputs, None, added)
         qkv = ops.causal_conv(x, delta.weight, None, states[0], plan, "silu")
-        return ops.delta_rule(qkv, x, delta.params, states[1], plan)
+        found = ops.delta_rule(qkv, x, delta.params, states[1], plan)
+        return self.gather(found, self.gatherings.recurrent)
 
     def add_mamba(
         self,
@@ -572,6 +559,7 @@ class Decoder:
         x = ops.linear(h, mamba.inputs, mamba.inputs_bias, self.added(h, adapters.inputs, plan))
         xbc = ops.causal_conv(x, mamba.weight, mamba.bias, states[0], plan, "silu")
         y = ops.selective_state_update(xbc, x, mamba.params, states[1], plan)
+        y = self.gather(y, self.gatherings.recurrent)
         added = self.added(y, adapters.mamba_out, plan)
         return self.add(y, mamba.out, mamba.out_bias, None, residual, added, mamba.factor)
 
@@ -751,13 +739,16 @@ def gatherings(config: DecoderConfig, shard: Shard, connections: Connections | N
         return Gathering(connections.columns, shard.begins(num_columns))
 
     mixture, has_whole = config.mixture, shard.has_whole_experts
-    heads = shard.heads(config)
+    heads, recurrent = shard.heads(config), config.recurrent
     begins, keys = (
         tuple(config.head_dim * head for head in each) for each in (heads.begins, heads.kv_begins)
     )
     return Gatherings(
         heads=Gathering(connections.columns, begins),
         keys=Gathering(connections.columns, keys) if keys else None,
+        recurrent=Gathering(connections.columns, recurrent_part(recurrent, shard).begins)
+        if recurrent is not None
+        else None,
         inner=of(config.intermediate_size),
         experts=of(mixture.width) if mixture and not has_whole else None,
         holders=Gathering(connections.columns, shard.expert_begins(mixture.num_experts))

@@ -5,7 +5,7 @@ from typing import ClassVar
 import msgspec
 
 from specserve.models.experts import Mixture
-from specserve.models.family import Family
+from specserve.models.family import Family, Norms
 from specserve.models.quantized.config import Quantization
 from specserve.models.recurrent import (
     GatedDelta,
@@ -109,6 +109,11 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
     def has_mlp(self, layer: int) -> bool:
         """Whether a layer has an MLP or experts."""
         return not self.mlp_layers or self.mlp_layers[layer]
+
+    def norms(self, layer: int) -> Norms:
+        """The names of a layer's norms."""
+        own = self.family.recurrent_norms if self.is_recurrent(layer) else None
+        return self.family.norms if own is None else own
 
     def has_kv(self, layer: int) -> bool:
         """Whether a layer stores KV."""

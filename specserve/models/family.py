@@ -102,6 +102,10 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     recurrent: Literal["none", "short_conv", "gated_delta", "mamba"] = "none"  # see recurrent.py
     is_split: bool = False  # a layer is either a mixer or an MLP, each with its own norm
     has_joined_inputs: bool = False  # maps of a gated DeltaNet's inputs are grouped by key head
+    has_split_inputs: bool = False  # see `GatedDelta.is_split`
+    recurrent_norms: Norms | None = None  # of recurrent layers; None: as of other layers
+    recurrent_norm_eps: float | None = None  # see `GatedDelta.norm_eps`
+    ends_attending: bool = False  # default layer types without attention: the last layer has it
     gates_attention: bool = False  # a gate per query dimension, in the map of queries
     renamed: Mapping[
         str, str

@@ -22,7 +22,8 @@ from specserve.models.decoder import (
 from specserve.models.decoder_config import DecoderConfig
 from specserve.models.per_layer import PerLayerMaps
 from specserve.models.reader import CONV, DELTA, MAMBA, Reader
-from specserve.models.recurrent import GatedDelta, Mamba2
+from specserve.models.recurrent import GatedDelta, Mamba2, ShortConv
+from specserve.models.recurrent_shard import recurrent_part
 from specserve.models.tensor_shapes import ALPHAS, SCALAR, SINKS, STREAM_SCALE
 from specserve_kernels import DeltaParams, MambaParams, QKNorm, Rotary
 
@@ -68,7 +69,7 @@ def read_layer(reader: Reader, config: DecoderConfig, index: int, table: Rotary 
         mixer |= read_recurrent(reader, config, layer)
     if config.attends(index):
         mixer |= read_attention(reader, config, layer, index, table)
-    norms = config.family.norms
+    norms = config.norms(index)
     mlp = read_mixture if config.has_experts(index) else read_mlp
     has_mixer = config.is_recurrent(index) or config.attends(index)
 
@@ -113,7 +114,7 @@ def read_attention(
     shard, rows = reader.shard, reader.shard.qkv_rows(config, rows_of_qkv(config, index))
     out, gate = f"{layer}.self_attn.o_proj", dict[str, Any]()
     if config.family.gates_attention:
-        of_gate = rows_of_gate(config)
+        of_gate = rows_of_gate(config, shard.heads(config).query)
         gate["gate"] = reader.read_weight(qkv[0], rows=of_gate)
         gate["gate_bias"] = reader.read_bias(qkv[0], rows=of_gate)
     return gate | {
@@ -133,68 +134,77 @@ def read_recurrent(reader: Reader, config: DecoderConfig, layer: str) -> dict[st
         return {"mamba": read_mamba(reader, config.recurrent, layer, config.norm_eps)}
     if isinstance(config.recurrent, GatedDelta):
         return read_delta(reader, config.recurrent, layer, config.norm_eps)
-    return read_short_conv(reader, layer)
+    assert config.recurrent is not None, "the layer is recurrent"
+    return read_short_conv(reader, config.recurrent, layer)
 
 
 def read_mamba(reader: Reader, mamba: Mamba2, layer: str, eps: float) -> MambaWeights:
     rate, dt_bias, D, weight, bias = (f"{layer}.{name}" for name in MAMBA)
     inputs, out, norm = (f"{layer}.mamba.{name}" for name in ("in_proj", "out_proj", "norm.weight"))
     z, *of_conv, dt = mamba.factors
+    part, hidden = recurrent_part(mamba, reader.shard), reader.shard.rows(reader.hidden_size)
     group = mamba.num_groups * mamba.state_dim
     # The convolution is linear in its inputs, so that scaling its weight scales them.
     widths = torch.tensor([mamba.width, group, group])
     channels = reader.ops.place(torch.tensor(of_conv).repeat_interleave(widths))
-    rows = torch.tensor(mamba.input_rows())
+    whole = reader.read_norm(weight, False).squeeze(1) * channels[:, None]
     return MambaWeights(
-        inputs=reader.read_weight(inputs, rows=rows),
-        inputs_bias=reader.read_bias(inputs, rows=rows),
-        weight=reader.read_norm(weight, False).squeeze(1) * channels[:, None],
-        bias=reader.read_norm(bias, False) if mamba.conv_bias else None,
+        inputs=reader.read_weight(inputs, rows=part.inputs),
+        inputs_bias=reader.read_bias(inputs, rows=part.inputs),
+        weight=part.of_channels(whole),
+        bias=part.of_channels(reader.read_norm(bias, False)) if mamba.conv_bias else None,
         params=MambaParams(
-            rate=-reader.read_norm(rate, False).exp(),
-            dt_bias=reader.read_norm(dt_bias, False),
-            D=reader.read_norm(D, False),
-            norm=reader.read_norm(norm, False) if mamba.has_norm else None,
+            rate=-part.of_heads(reader.read_norm(rate, False)).exp(),
+            dt_bias=part.of_heads(reader.read_norm(dt_bias, False)),
+            D=part.of_heads(reader.read_norm(D, False)),
+            norm=part.of_heads(reader.read_norm(norm, False), mamba.head_dim)
+            if mamba.has_norm
+            else None,
             eps=eps,
-            num_groups=mamba.num_groups,
+            num_groups=part.own.num_groups if isinstance(part.own, Mamba2) else 1,
             gates_first=mamba.gates_first,
             z_factor=z,
             dt_factor=dt,
         ),
-        out=reader.read_weight(out),
-        out_bias=reader.read_bias(out),
+        out=reader.read_weight(out, rows=hidden),
+        out_bias=reader.read_bias(out, rows=hidden),
         factor=mamba.out_factor,
     )
 
 
 def read_delta(reader: Reader, delta: GatedDelta, layer: str, eps: float) -> dict[str, Any]:
-    rows, (weight, rate, dt_bias) = delta.input_rows(), (f"{layer}.{name}" for name in DELTA)
+    weight, rate, dt_bias = (f"{layer}.{name}" for name in DELTA)
+    part, hidden = recurrent_part(delta, reader.shard), reader.shard.rows(reader.hidden_size)
     params = DeltaParams(
-        rate=-reader.read_norm(rate, False).exp(),
-        dt_bias=reader.read_norm(dt_bias, False),
+        rate=-part.of_heads(reader.read_norm(rate, False)).exp(),
+        dt_bias=part.of_heads(reader.read_norm(dt_bias, False)),
         norm=reader.read_norm(f"{layer}.linear_attn.norm.weight", False),
-        eps=eps,
-        num_k_heads=delta.num_k_heads,
+        eps=eps if delta.norm_eps is None else delta.norm_eps,
+        num_k_heads=part.own.num_k_heads if isinstance(part.own, GatedDelta) else 1,
+        beta_factor=delta.beta_factor,
     )
-    inputs = reader.read_weight(
-        *(f"{layer}.{name}" for name in delta.input_names),
-        rows=None if rows is None else torch.tensor(rows),
-    )
-    weights = DeltaWeights(inputs, reader.read_norm(weight, False).squeeze(1), params)
-    out = reader.read_weight(f"{layer}.linear_attn.out_proj")
-    return {"out": out, "out_bias": None, "delta": weights}
+    names = (f"{layer}.{name}" for name in delta.input_names)
+    inputs = reader.read_weight(*names, rows=part.inputs)
+    own = part.of_channels(reader.read_norm(weight, False).squeeze(1))
+    out = reader.read_weight(f"{layer}.linear_attn.out_proj", rows=hidden)
+    return {"out": out, "out_bias": None, "delta": DeltaWeights(inputs, own, params)}
 
 
-def read_short_conv(reader: Reader, layer: str) -> dict[str, Any]:
+def read_short_conv(reader: Reader, conv: ShortConv, layer: str) -> dict[str, Any]:
     inputs, out = f"{layer}.conv.in_proj", f"{layer}.conv.out_proj"
     weight, bias = (f"{layer}.{name}" for name in CONV)
-    conv = ShortConvWeights(
-        inputs=reader.read_weight(inputs),
-        inputs_bias=reader.read_bias(inputs),
-        weight=reader.read_norm(weight, False).squeeze(1),
-        bias=reader.read_norm(bias, False) if bias in reader.shapes else None,
+    part, hidden = recurrent_part(conv, reader.shard), reader.shard.rows(reader.hidden_size)
+    weights = ShortConvWeights(
+        inputs=reader.read_weight(inputs, rows=part.inputs),
+        inputs_bias=reader.read_bias(inputs, rows=part.inputs),
+        weight=part.of_channels(reader.read_norm(weight, False).squeeze(1)),
+        bias=part.of_channels(reader.read_norm(bias, False)) if bias in reader.shapes else None,
     )
-    return {"out": reader.read_weight(out), "out_bias": reader.read_bias(out), "conv": conv}
+    return {
+        "out": reader.read_weight(out, rows=hidden),
+        "out_bias": reader.read_bias(out, rows=hidden),
+        "conv": weights,
+    }
 
 
 def read_mlp(reader: Reader, config: DecoderConfig, index: int) -> dict[str, Any]:
@@ -306,10 +316,12 @@ def rows_of_qkv(config: DecoderConfig, layer: int = 0) -> Tensor | None:
     return torch.cat([x.flatten() for x in (queries, turned, values + torch.arange(D))])
 
 
-def rows_of_gate(config: DecoderConfig) -> Tensor:
-    """The rows of attention's gate in the map of queries: behind each head's query."""
+def rows_of_gate(config: DecoderConfig, heads: range) -> Tensor:
+    """The rows of attention's gate in the map of queries: behind the query of each of these
+    heads.
+    """
     D = config.head_dim
-    return (torch.arange(config.num_heads)[:, None] * 2 * D + D + torch.arange(D)).flatten()
+    return (torch.tensor(heads)[:, None] * 2 * D + D + torch.arange(D)).flatten()
 
 
 def order_of_head(config: DecoderConfig) -> Tensor | None:

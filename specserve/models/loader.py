@@ -25,6 +25,7 @@ from specserve.models.mtp_config import without_mtp
 from specserve.models.per_layer import MIX, PerLayerTable
 from specserve.models.quantized.maps import QuantizedMaps
 from specserve.models.reader import EMBEDDING, HEAD, Reader, compute_dtype, rows_of
+from specserve.models.recurrent_shard import check_recurrent
 from specserve.models.rope import RopeParameters
 from specserve.models.shard import WHOLE, Shard
 from specserve.models.source import open_source
@@ -32,6 +33,7 @@ from specserve.models.tensor_shapes import SCORE
 from specserve.models.tensor_views import (
     part_experts,
     show_as_causal,
+    show_joined_convs,
     show_renamed,
     show_text_model,
 )
@@ -66,6 +68,7 @@ def load_decoder(
     """
     config = open_source(folder).config()
     shard.check(config)
+    check_recurrent(config, shard)
     reader = open_reader(folder, config, dtype, ops, rounding)
     reader.shard = shard
     if progress is not None:
@@ -173,6 +176,8 @@ def open_reader(
         show_text_model(checkpoint)
     is_bare = show_as_causal(checkpoint)
     show_renamed(checkpoint, config.family.renamed)
+    if config.family.has_split_inputs:
+        show_joined_convs(checkpoint)
     # Checkpoints with recurrent layers may have MTP layers that config.json does not name.
     num_mtp = max(config.num_mtp_layers, config.recurrent is not None)
     checkpoint.show(without_mtp(checkpoint.files, config.num_layers, num_mtp))

@@ -45,6 +45,7 @@ from specserve.models.recurrent import (
     ShortConv,
     gated_delta_kinds,
     mamba_fields,
+    olmo_hybrid_fields,
     recurrent_layers,
     short_conv_fields,
 )
@@ -57,6 +58,7 @@ ARCHITECTURES = (*FAMILIES, *MULTIMODAL)
 HEADLESS = re.compile(r"(\w+?)(ForSequenceClassification|Model)")
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # -> names of ops
 UNGATED = ACTIVATIONS | {"relu2": "relu2", "xielu": "xielu"}  # in MLPs without a gate
+NEGATIVE = "linear_allow_neg_eigval"
 NO_LIMIT = (math.inf, {"__float__": "Infinity"})  # of time steps, in time_step_limit
 
 
@@ -119,7 +121,9 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         fields = short_conv_fields(fields)
     if family.recurrent == "gated_delta" and fields["layer_types"] is None:
         positive(fields, "full_attention_interval")
-        fields["layer_types"] = gated_delta_kinds(fields)
+        fields["layer_types"] = gated_delta_kinds(fields, family.ends_attending)
+    if family.has_split_inputs:
+        fields = olmo_hybrid_fields(fields, written)
     if family.recurrent == "mamba":
         fields = mamba_fields(fields)
     mixers = fields["layer_types"] if family.recurrent == "mamba" else []
@@ -223,6 +227,11 @@ def parse_recurrent(fields: Mapping[str, Any], family: Family) -> ShortConv | Ga
     if is_conv:
         width = positive(fields, "hidden_size")
         return ShortConv(width=width, taps=taps, has_bias=flag(fields, "conv_bias"))
+    if fields[family.keys.activation] != "silu":  # of the convolution, too
+        raise ValueError(
+            f"{family.keys.activation} = {fields[family.keys.activation]!r} is not supported with "
+            "linear_attention, only 'silu'"
+        )
     heads, num_k_heads = (
         positive(fields, f"linear_num_{kind}_heads", MAX_SIZE) for kind in ("value", "key")
     )
@@ -238,6 +247,9 @@ def parse_recurrent(fields: Mapping[str, Any], family: Family) -> ShortConv | Ga
         v_dim=positive(fields, "linear_value_head_dim", MAX_STATE_DIM),
         taps=taps,
         is_interleaved=family.has_joined_inputs,
+        is_split=family.has_split_inputs,
+        beta_factor=2.0 if flag({NEGATIVE: False, **fields}, NEGATIVE) else 1.0,
+        norm_eps=family.recurrent_norm_eps,
     )
 
 

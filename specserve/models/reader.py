@@ -85,6 +85,10 @@ class Reader:
         self.num_bytes = self.num_odd = 0  # see WeightForms
         self.embedding_bits: int | None = None  # see WeightForms
 
+    @property
+    def hidden_size(self) -> int:
+        return self.shapes[EMBEDDING][1]
+
     def read(self, name: str) -> Tensor:
         memory = torch.empty(self.shapes[name], dtype=self.dtype)
         self.num_bytes += memory.nbytes

@@ -48,6 +48,9 @@ class GatedDelta(msgspec.Struct, frozen=True, kw_only=True):
     v_dim: int
     taps: int  # inputs per output of the convolution
     is_interleaved: bool  # the maps of the inputs are grouped by key head, as in Qwen3-Next
+    is_split: bool = False  # queries, keys and values have their own maps, as in OLMo
+    beta_factor: float = 1.0  # 2: the update may have negative eigenvalues
+    norm_eps: float | None = None  # of the norm of the outputs; None: as the model's norms
 
     @property
     def inner(self) -> int:
@@ -61,12 +64,17 @@ class GatedDelta(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def input_names(self) -> list[str]:
         """Names of the maps of a layer's inputs, which kernels use as one map."""
+        if self.is_split:
+            return [f"linear_attn.{part}_proj" for part in ("q", "k", "v", "g", "b", "a")]
         parts = ["qkvz", "ba"] if self.is_interleaved else ["qkv", "z", "b", "a"]
         return [f"linear_attn.in_proj_{part}" for part in parts]
 
     def shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """The shapes of a layer's tensors."""
         widths = [self.inner, self.value_width, self.num_v_heads, self.num_v_heads]
+        if self.is_split:
+            keys = self.num_k_heads * self.k_dim
+            widths[:1] = keys, keys, self.value_width
         if self.is_interleaved:
             widths = [widths[0] + widths[1], widths[2] + widths[3]]
         maps = zip(self.input_names, widths, strict=True)
@@ -103,13 +111,39 @@ class GatedDelta(msgspec.Struct, frozen=True, kw_only=True):
         return rows
 
 
-def gated_delta_kinds(fields: Mapping[str, Any]) -> list[str]:
+def gated_delta_kinds(fields: Mapping[str, Any], ends_attending: bool) -> list[str]:
     """The layer types of a model that has none in config.json."""
     every = fields["full_attention_interval"]
-    return [
+    kinds = [
         "linear_attention" if (i + 1) % every else "full_attention"
         for i in range(fields["num_hidden_layers"])
     ]
+    if ends_attending and "full_attention" not in kinds:
+        kinds[-1] = "full_attention"
+    return kinds
+
+
+def olmo_hybrid_fields(fields: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an OLMo hybrid, with the defaults that depend on other fields. `written`: those
+    in config.json, whose null in RoPE parameters turns RoPE off.
+    """
+    found, heads = {**fields}, fields["num_attention_heads"]
+    for name in ("linear_num_key_heads", "linear_num_value_heads"):
+        found[name] = heads if found[name] is None else found[name]
+    if found["linear_key_head_dim"] is None:
+        found["linear_key_head_dim"] = (
+            3 * found["hidden_size"] // (4 * found["linear_num_key_heads"])
+        )
+    if found["linear_value_head_dim"] is None:
+        found["linear_value_head_dim"] = 2 * found["linear_key_head_dim"]
+    rope = written.get("rope_parameters", {})
+    names = "rope_type", "rope_theta"
+    is_off = rope is None and written.get("rope_theta") is None and not written.get("rope_scaling")
+    if isinstance(rope, dict):
+        is_off = any(name in rope and rope[name] is None for name in names)
+    if is_off:
+        found["rope_parameters"], found["no_rope_layers"] = None, [0] * found["num_hidden_layers"]
+    return found
 
 
 def short_conv_fields(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,14 @@ from msgspec.structs import replace
 
 from specserve.models.experts import ExpertStyle, StackedNames
 from specserve.models.family import ConfigKeys, Family, Norms
-from specserve.models.family_defaults import GRANITE, GRANITE_KEYS, LLAMA, QWEN2, UNGATED
+from specserve.models.family_defaults import (
+    GRANITE,
+    GRANITE_KEYS,
+    LLAMA,
+    NORMS_AFTER,
+    QWEN2,
+    UNGATED,
+)
 
 LFM2 = Family(
     models="LFM2 and LFM2.5, dense: 350M, 700M, 1.2B, 2.6B",
@@ -149,6 +156,37 @@ RECURRENT: dict[str, Family] = {
     "Qwen3_5ForCausalLM": QWEN35,
     "Qwen3_5MoeForCausalLM": QWEN35_MOE,
 }
+RECURRENT["OlmoHybridForCausalLM"] = Family(
+    models="OLMo hybrid 7B",
+    defaults=LLAMA
+    | {
+        "full_attention_interval": 4,
+        "hidden_size": 3840,
+        "linear_allow_neg_eigval": True,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": None,  # 0.75 hidden_size / linear_num_key_heads
+        "linear_num_key_heads": None,  # num_attention_heads
+        "linear_num_value_heads": None,  # num_attention_heads
+        "linear_value_head_dim": None,  # 2 linear_key_head_dim
+        "max_position_embeddings": 65536,
+        "num_attention_heads": 30,
+        "vocab_size": 100352,
+    },
+    mlp_bias=False,
+    qk_norm="width",
+    norms=NORMS_AFTER,
+    recurrent="gated_delta",
+    recurrent_norms=Norms(),
+    recurrent_norm_eps=1e-5,
+    has_split_inputs=True,
+    ends_attending=True,
+    renamed={
+        ".attention_layer_norm.": ".input_layernorm.",
+        ".feedforward_layer_norm.": ".post_attention_layernorm.",
+        ".linear_attn.o_norm.": ".linear_attn.norm.",
+        ".linear_attn.o_proj.": ".linear_attn.out_proj.",
+    },
+)
 MAMBA: dict[str, Any] = {
     "mamba_conv_bias": True,
     "mamba_d_conv": 4,

@@ -93,7 +93,11 @@ class Shard(NamedTuple):
 
     def heads(self, config: DecoderConfig, layer: int = 0) -> ShardHeads:
         """The heads of each rank in a layer. With more ranks than KV heads, some share one."""
-        T, H, Hk = self.tensor, config.num_heads, config.kv_heads(layer).number
+        return self.divided(config.num_heads, config.kv_heads(layer).number)
+
+    def divided(self, H: int, Hk: int) -> ShardHeads:
+        """Divide H heads, which read Hk KV heads."""
+        T = self.tensor
         group, sharing = H // Hk, max(1, T // Hk)
         first: list[int] = []
         if Hk < T:
@@ -140,11 +144,6 @@ class Shard(NamedTuple):
     def check(self, config: DecoderConfig) -> None:
         """Raise ConfigError if the ranks cannot share the model."""
         T, H, Hk = self.tensor, config.num_heads, config.num_kv_heads
-        if self.size > 1 and config.recurrent is not None:
-            raise ConfigError(
-                "[parallel]: ranks do not support models with recurrent layers. Set "
-                "parallel.tensor and parallel.pipeline to 1"
-            )
         if Hk < T and (T % Hk or T > H):
             raise ConfigError(
                 f"parallel.tensor = {T} does not fit {H} attention heads with {Hk} KV heads. Set "

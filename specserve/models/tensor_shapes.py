@@ -63,7 +63,7 @@ def layer_shapes(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]
         for name, out in zip(config.gate_up_names, gate_up, strict=True):
             linears[name] = out, hidden, config.mlp_bias
         linears[config.down_name] = hidden, inner, config.mlp_bias
-    norms = config.family.norms
+    norms = config.norms(layer)
     places = norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in places if name}
     if config.family.has_sinks:

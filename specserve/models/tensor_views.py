@@ -8,14 +8,16 @@ Some families store all experts of a layer together: see `StackedNames`. gpt-oss
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from specserve.errors import ConfigError
 from specserve.models.checkpoint import Checkpoint, TensorView, unquantized
 from specserve.models.experts import Mixture, StackedNames
 from specserve.models.multimodal import other_parts, text_name
+from specserve.models.weight_files import Slice
 
 ALL = slice(None)
 Place = tuple[str, slice]  # a tensor's name in the checkpoint, and its columns: all, or one half
@@ -88,6 +90,41 @@ def show_renamed(checkpoint: Checkpoint, renamed: Mapping[str, str]) -> None:
             for new, own in names.items()
         }
     )
+
+
+class JoinedTensors(NamedTuple):
+    """Several files' tensors, joined along the first dimension, with the interface of a safetensors
+    file with one tensor.
+    """
+
+    parts: tuple[tuple[Any, str], ...]  # files, and names of the tensors
+    header: Slice
+
+    def get_slice(self, name: str) -> Slice:
+        return self.header
+
+    def get_tensor(self, name: str) -> Tensor:
+        return torch.cat([file.get_tensor(own) for file, own in self.parts])
+
+
+def show_joined_convs(checkpoint: Checkpoint) -> None:
+    """Join the convolutions of queries, keys and values of each layer. transformers saves them as
+    three parts of equal size, whatever sizes the heads have.
+    """
+    parts, shown = ("q", "k", "v"), dict(checkpoint.files)
+    for name in checkpoint.files:
+        names = [name.replace(".q_conv1d.", f".{part}_conv1d.") for part in parts]
+        if names[0] == names[1] or any(own not in shown for own in names):
+            continue
+        stored = [checkpoint.stored(own) for own in names]
+        _, *inner = stored[0].shape
+        if any(part.shape[1:] != (*inner,) or part.dtypes != stored[0].dtypes for part in stored):
+            continue  # `Checkpoint.check` names the parts
+        height = sum(part.shape[0] for part in stored)
+        header = Slice((height, *inner), stored[0].dtypes[0])
+        each = tuple((shown.pop(own), own) for own in names)
+        shown[name.replace(".q_conv1d.", ".conv1d.")] = JoinedTensors(each, header)
+    checkpoint.show(shown)
 
 
 def same(tensor: Tensor) -> Tensor:

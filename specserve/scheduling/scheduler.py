@@ -19,7 +19,7 @@ from specserve.memory.checkpoints import (
     ends_block,
 )
 from specserve.memory.sessions import Sessions
-from specserve.memory.tiers import Load, loadable
+from specserve.memory.tiers import Load, Tiers, loadable
 from specserve.scheduling.request import Request, ScheduledRequest
 from specserve.speculation.constants import FINE
 from specserve.speculation.costs import Step, StepCosts
@@ -605,6 +605,8 @@ class Scheduler:
             return False
         if any(request.id in load.waiting for load in tiers.loads):
             return True
+        if table.state.size:
+            return self.begin_draft_state_load(request, tiers, spare, costs)
         keys = table.keys_after(request.token_ids, len(table.blocks))
         keys = keys[: min(tiers.count(keys), spare)]
         if not keys or keys[0] in tiers.loading:
@@ -614,6 +616,33 @@ class Scheduler:
         if not self.is_load_faster(rows, context, tiers.seconds(keys), costs):
             return False
         load = tiers.begin("draft", [], keys)
+        if load is not None:
+            load.waiting.add(request.id)
+        return load is not None
+
+    def begin_draft_state_load(
+        self, request: Request, tiers: Tiers, spare: int, costs: StepCosts
+    ) -> bool:
+        """Do the same for a draft model with recurrent layers, whose prefixes end at checkpoints.
+        Without one in the pool, all blocks of the longest prefix are loaded or none.
+        """
+        table, pool = request.draft_table, self.pool
+        if table.num_computed:
+            return False
+        num_found = len(table.find(request.token_ids))
+        prefix = loadable(table, request.token_ids, num_found, tiers)
+        if prefix is None:
+            return False
+        if any(key in tiers.loading for key in prefix.keys):
+            return True
+        num_cached = sum(pool.counts[block] == 0 for block in prefix.found)
+        if len(prefix.keys) + num_cached > spare:
+            return False
+        tokens = prefix.num_blocks * table.block_size
+        rows, seconds = tokens - num_found * table.block_size, tiers.seconds(prefix.keys)
+        if not self.is_load_faster(rows, tokens, seconds, costs):
+            return False
+        load = tiers.begin("draft", prefix.found, prefix.keys, prefix.state)
         if load is not None:
             load.waiting.add(request.id)
         return load is not None

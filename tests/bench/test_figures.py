@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from specserve_bench.figures import __main__ as figures
+from specserve_kernels.cpu.levels import usable_levels
 
 
 @pytest.fixture
@@ -39,6 +40,21 @@ def test_the_named_parts_are_measured_and_kept(measured, capsys):
     assert measured == [("host",), ("demo",)]
     assert kept() == {"host-cpu.json"}
     assert "{'ms': 1}\n{\"machine\": " in capsys.readouterr().out
+
+
+def test_a_level_of_the_kernels_has_a_file_of_its_own(measured, monkeypatch, capsys):
+    used, [level, *_] = [], [level.name for level in usable_levels()]
+    monkeypatch.setattr(figures, "use_level", used.append)
+    assert figures.main(["recurrent", "--level", level]) == 0
+    assert used == [level] and kept() == {f"recurrent-cpu-{level}.json"}
+    assert f'"level": "{level}"' in capsys.readouterr().out
+    for argv, words in (
+        (["recurrent", "--level=x"], "this CPU cannot run level 'x'; it can run"),
+        (["server", f"--level={level}"], "--level supports only steps, .* not server"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            figures.main(argv)
+        assert re.search(words, capsys.readouterr().err)
 
 
 def test_without_names_all_parts_are_measured(measured):

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from specserve.config import load_config
 from specserve.engine import build, ranks
 from specserve.engine.build import assemble
+from specserve.engine.loading import load_target
 from specserve.engine.pool_plan import Models
 from specserve.engine.rank_messages import RankFailed, RankReady
 from specserve.engine.rank_process import KEPT
@@ -42,6 +43,7 @@ from tests.engine.ranks import Shards
 from tests.engine.test_adapters import asked, finish, load, told
 from tests.engine.test_promise import scenarios, stretched, truth_by_id
 from tests.models.eagle_heads import write_head
+from tests.models.test_shards import STAGED
 
 SEEN = Counter()
 PLACES = {  # the target, how many ranks share columns and layers, and whether experts are whole
@@ -49,8 +51,22 @@ PLACES = {  # the target, how many ranks share columns and layers, and whether e
     "tensor 4 of experts in w4": ("experts", 4, 1, False),
     "pipeline 2": ("target", 1, 2, False),
     "tensor 2, pipeline 2, whole experts": ("experts", 2, 2, True),
+    "tensor 2 of short convolutions": ("lfm2", 2, 1, False),
+    "tensor 2, pipeline 2 of gated DeltaNets": ("qwen3_5", 2, 2, False),
+    "tensor 2 of Mamba-2": ("falcon_h1", 2, 1, False),
 }
-ROUNDING = {"target": AS_STORED, "experts": Rounding.named("w4", "w8")}
+NAMES = [
+    pytest.param(name, marks=pytest.mark.slow) if "convolutions" in name else name
+    for name in PLACES
+]
+OF_DELTA = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"
+MODULES = {  # that adapters change
+    "experts": ALL[:4],
+    "lfm2": (*ALL[:3], "in_proj", "out_proj"),
+    "qwen3_5": (*ALL, *OF_DELTA),
+    "falcon_h1": (*ALL, "in_proj", "out_proj"),
+}
+ROUNDING = {"experts": Rounding.named("w4", "w8")}  # of other models: as stored
 GREEDY = Sampling(max_tokens=20, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
@@ -59,19 +75,21 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     tiny_checkpoint(root / "target", seed=1)
     tiny_checkpoint(root / "experts", "qwen3_moe", seed=1)
+    for family in ("lfm2", "qwen3_5", "falcon_h1"):
+        tiny_checkpoint(root / family, family, seed=1, **STAGED[family])
     tiny_checkpoint(root / "draft", seed=1, num_hidden_layers=1)
     write_head(root / "head", eagle_aux_hidden_state_layer_ids=[0, 1])
     return root
 
 
-@pytest.fixture(scope="module", params=PLACES)
+@pytest.fixture(scope="module", params=NAMES)
 def place(request):
     return PLACES[request.param]
 
 
 @pytest.fixture(scope="module")
 def whole(folders, place):
-    rounding = ROUNDING[place[0]]
+    rounding = ROUNDING.get(place[0], AS_STORED)
     target = load_decoder(folders / place[0], "fp32", OPS, MAX_LEN, rounding=rounding)
     return target, load_small(folders / "draft")
 
@@ -79,7 +97,7 @@ def whole(folders, place):
 @pytest.fixture(scope="module")
 def shards(folders, place):
     name, *sizes = place
-    return Shards(folders / name, *sizes, rounding=ROUNDING[name])
+    return Shards(folders / name, *sizes, rounding=ROUNDING.get(name, AS_STORED))
 
 
 @contextmanager
@@ -140,7 +158,7 @@ def test_a_lost_rank_ends_the_engine(shards):
 
 
 def test_every_rank_has_the_adapters_of_its_columns(folders, place, whole, shards, tmp_path):
-    modules = ALL[:4] if place[0] == "experts" else ALL
+    modules = MODULES.get(place[0], ALL)
     for seed in range(3):
         write_adapter(tmp_path / str(seed), folders / place[0], seed, 4, modules, scale=0.3)
     given = {"lora.max_loras": 2, "lora.max_rank": 4, "memory.kv_bytes": 1 << 26}
@@ -163,7 +181,7 @@ def test_every_rank_has_the_adapters_of_its_columns(folders, place, whole, shard
 def test_a_rank_has_an_adapter_that_waited_for_a_slot_while_others_were_loaded(
     folders, place, shards, tmp_path
 ):
-    modules = ALL[:4] if place[0] == "experts" else ALL
+    modules = MODULES.get(place[0], ALL)
     for seed in range(KEPT + 3):
         write_adapter(tmp_path / str(seed), folders / place[0], seed, 4, modules, scale=0.3)
     given = {"lora.max_loras": 1, "lora.max_rank": 4, "memory.kv_bytes": 1 << 26}
@@ -246,6 +264,16 @@ def test_ranks_of_one_machine_must_fit_into_its_memory_together(folders, monkeyp
         build.build(load_config(None, given))
     remote = {"parallel.address": "10.0.0.1:29500", "parallel.secret_file": "x"}
     build.check_ranks_memory(load_config(None, given | remote))
+
+
+def test_the_memory_of_all_ranks_is_reported_once(folders, caplog):
+    given = {"model.path": str(folders / "target"), "model.device": "cpu", "parallel.tensor": 2}
+    config = load_config(None, given)
+    with caplog.at_level("INFO", logger="specserve"):
+        build.check_ranks_memory(config)
+        for rank in range(2):
+            load_target(config, OPS, Shard(rank, 2))
+    assert sum("its weights need" in line for line in caplog.messages) == 1
 
 
 def test_each_rank_computes_on_a_node_of_its_own(monkeypatch):

@@ -49,7 +49,7 @@ LAYERS = {
 }
 SHARP = {"logits_scaling": 0.5, "residual_multiplier": 1.0}  # small changes of a state show up
 MORE = {"bamba": {}, "granite_hybrid": SHARP, "granite_hybrid_moe": SHARP, "nemotron_h": {}}
-MORE |= {"nemotron_h_moe": {}}
+MORE |= {"nemotron_h_moe": {}, "olmo_hybrid": LAYERS["qwen3_5"]}
 SEEN = {"hits": 0, "replays": 0}
 
 

@@ -177,7 +177,7 @@ def recurrent_ops(t):
     floats |= dict.fromkeys(("dt_bias", "D", "norm", "weight", "bias"), "*fp32")
     sizes = ("H", "K", "Dk", "Dv", "width", "q_width", "sharing", "is_read", "begin", "inner")
     given = tables | floats | dict.fromkeys((*ints, *sizes, "groups", "size"), "i32")
-    given |= dict.fromkeys(("eps", "dt_factor", "z_factor"), "fp32")
+    given |= dict.fromkeys(("eps", "beta_factor", "dt_factor", "z_factor"), "fp32")
     given |= dict.fromkeys(("x", "qkv", "xbc", "out", "gate"), t)
     rows = {"IS_GATED": t == "*bf16", "BLOCK": causal_conv.BLOCK}
     heads = {"K_BLOCK": 128, "V_BLOCK": 128}

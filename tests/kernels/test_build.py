@@ -356,3 +356,15 @@ def test_only_the_reference_needs_hardware_for_bf16(flags, want, tmp_path, monke
 
 def test_a_library_of_somebody_else_is_not_loaded_as_the_kernels():
     assert not compiler.loads(Path(_ctypes.__file__))
+
+
+def test_a_process_may_use_a_lower_level(compiled, monkeypatch):
+    monkeypatch.setattr(build, "CHOSEN", [])
+    lowest = levels.usable_levels()[0]
+    with pytest.raises(ValueError, match="this CPU cannot run 'z80'"):
+        build.use_level("z80")
+    build.use_level(lowest.name)
+    assert build.kernels().origin == "for the chosen level"
+    assert compiled == [lowest.flags]
+    with pytest.raises(AssertionError, match="another library is in use"):
+        build.use_level(lowest.name)

@@ -78,7 +78,7 @@ class Delta(Conv):
     def __init__(self, ops, dtype=torch.float32):
         self.ops, self.dtype = ops, dtype
         rate, dt_bias, norm = (random_tensor(n, seed=n) for n in (HV, HV + 1, DV))
-        self.params = DeltaParams(-rate.exp(), dt_bias[:HV].clone(), norm, 1e-6, HK)
+        self.params = DeltaParams(-rate.exp(), dt_bias[:HV].clone(), norm, 1e-6, HK, 1.9)
 
     def state(self, num_kept=64):
         return delta_state(num_kept)

@@ -27,6 +27,7 @@ RECURRENT = {  # peft does not adapt `out_proj` of some families with Mamba-2
     "bamba": TOLD,
     "granite_hybrid": TOLD,
     "qwen3_next": {"r": 4, "lora_alpha": 1, "target_modules": SPLIT},
+    "olmo_hybrid": TOLD,
 }
 EVERYDAY = *FAMILIES, "lfm2", "qwen3_5", "falcon_h1"
 NAMES = [

@@ -61,6 +61,7 @@ MODEL_TYPES = {
     "Qwen3_5ForCausalLM": "qwen3_5_text",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
     "Qwen3NextForCausalLM": "qwen3_next",
+    "OlmoHybridForCausalLM": "olmo_hybrid",
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -307,6 +308,7 @@ REFUSED = {  # by transformers
     "FalconH1ForCausalLM": re.compile("biases|layer types|windows by layer"),
     "GraniteMoeHybridForCausalLM": re.compile(""),
     "NemotronHForCausalLM": re.compile(""),
+    "OlmoHybridForCausalLM": re.compile("layer types|windows by layer"),
     "Lfm2ForCausalLM": re.compile("as many KV heads"),
     "Lfm2MoeForCausalLM": re.compile("as many KV heads"),
     **dict.fromkeys(

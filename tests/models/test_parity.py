@@ -35,7 +35,7 @@ LLAMA_LONGROPE = {
     "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0, 9.0],
 }
 
-# transformers raises Nemotron H's time steps to this number, but its config has time_step_limit
+# transformers raises Nemotron H's time steps in prompts to this number: see test_time_steps.py
 STEPS = {"time_step_min": 1e-30}
 CASES = {  # family, what departs from its tiny checkpoint
     "llama": ("llama", {}),
@@ -185,6 +185,11 @@ CASES = {  # family, what departs from its tiny checkpoint
     ),
     "qwen3_5_moe": ("qwen3_5_moe", {}),
     "qwen3_next": ("qwen3_next", {}),
+    "olmo_hybrid": ("olmo_hybrid", {}),
+    "olmo_hybrid, rope, positive eigenvalues": (
+        "olmo_hybrid",
+        {"rope_parameters": {"rope_theta": 100.0}, "linear_allow_neg_eigval": False},
+    ),
     "nemotron_h": ("nemotron_h", STEPS),
     "nemotron_h_moe": ("nemotron_h_moe", STEPS),
     "granite": ("granite", {"attention_bias": True}),
@@ -285,15 +290,16 @@ def change_tensors(folder, change):
 
 def ops_of(config):
     """The C++ ops of a forward that returns the inputs of all layers."""
-    norms, style = config.family.norms, config.mixture and config.mixture.style
+    style = config.mixture and config.mixture.style
 
     def when(condition, *names):
         return names if condition else ()
 
+    after = when(config.family.norms.after_attention, "norm")
     attention = [
         "linear",
         *when(config.qk_norm == "width", "norm", "norm"),
-        *("rope_write_kv", "attention", "linear", *when(norms.after_attention, "norm")),
+        *("rope_write_kv", "attention", "linear", *after),
     ]
     has_shared = config.mixture is not None and config.mixture.shared_width
     bends = when(style is not None and not style.is_gated, "elementwise")
@@ -305,7 +311,6 @@ def ops_of(config):
             "linear",
             *when(is_ungated, "elementwise"),
             "linear",
-            *when(norms.after_mlp, "norm"),
         ),
         True: (
             *("linear", "route", *when(has_shared and style.weighs_input, "weigh_rows")),
@@ -322,8 +327,6 @@ def ops_of(config):
         *when(has_inputs, "linear", "gate_columns", "linear", "norm"),
         *when(config.family.has_layer_scalars, "elementwise"),
     ]
-    if is_beside:
-        maps[False] = maps[False][:-1]
     attention = [
         *attention[: attention.index("attention") + 1],
         *when(config.family.gates_attention, "linear", "gate"),
@@ -336,9 +339,11 @@ def ops_of(config):
     def layer(i):
         mixers = [*when(config.is_recurrent(i), *recurrent)]
         mixers += when(config.attends(i), *attention)
+        norms = config.norms(i)
         before = when(norms.before_attention and mixers, "norm")
         behind = when(norms.before_mlp and config.has_mlp(i), "norm")
         mlp = when(config.has_mlp(i), *maps[config.has_experts(i)])
+        mlp += when(norms.after_mlp and not is_beside and not config.has_experts(i), "norm")
         return ["copy", *before, *mixers, *behind, *mlp, *ends]
 
     layers = map(layer, range(config.num_layers))

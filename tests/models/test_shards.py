@@ -38,7 +38,7 @@ def outputs(decoder, adapter=None):
         program = decoder.program(kv, 40, 8, aux_layer_ids=layers)
         for start, end in [(0, 30), (30, 31), (31, 40)]:
             read = torch.arange(max(0, end - start - 8), end - start)
-            rows = causal_rows(table, start, end, 16)
+            rows = causal_rows(table, start, end, 16, kv)
             if adapter is not None:
                 rows = rows._replace(adapters=AdapterRows.of([0] * (end - start), 1))
             run = program.run(rows, ids[start:end], read)
@@ -56,8 +56,22 @@ def assert_same(folder, tensor, pipeline, dtype="bf16", rounding=AS_STORED, adap
         assert torch.equal(one.view(BITS), other.view(BITS))
 
 
+LINEAR, FULL = "linear_attention", "full_attention"
+BLOCKS = "layers_block_type"
+STAGED = {  # recurrent layers, so that each of two stages has attention
+    "lfm2": {"layer_types": ["conv", FULL] * 2, "num_hidden_layers": 4},
+    "lfm2_moe": {"layer_types": ["conv", FULL] * 2, "num_hidden_layers": 4},
+    "bamba": {"attn_layer_indices": [1, 3], "num_hidden_layers": 4},
+    "falcon_h1": {},
+    "nemotron_h": {BLOCKS: [LINEAR, FULL, "mlp", LINEAR, FULL]},
+    "nemotron_h_moe": {BLOCKS: [LINEAR, FULL, "moe", LINEAR, FULL]},
+}
+STAGED = {
+    name: STAGED.get(name, {"layer_types": [LINEAR, FULL] * 2, "num_hidden_layers": 4})
+    for name in RECURRENT
+}
 # name -> tiny checkpoint, what departs from it. Together they have every supported architecture.
-CASES = {name: (name, {}) for name in (*FAMILIES, *MULTIMODAL)} | {
+CASES = {name: (name, STAGED.get(name, {})) for name in (*FAMILIES, *MULTIMODAL)} | {
     "smollm3": ("llama", {"model_type": "smollm3", "no_rope_layers": [1, 0]}),
     "mimo": ("qwen2", {}),  # its own code derives from that
     "gemma3n_vision": ("gemma3n", {}),  # transformers needs another package for its vision
@@ -88,10 +102,6 @@ def checkpoint_of(case, folder):
 def test_ranks_compute_the_bits_of_one_process(case, tmp_path):
     """Or refuse a family that they cannot share."""
     folder, tensor = checkpoint_of(case, tmp_path), 2
-    if case in RECURRENT:
-        with pytest.raises(ConfigError, match="ranks do not support models with recurrent layers"):
-            load_decoder(folder, "fp32", OPS, 288, shard=Shard(0, 2))
-        return
     config = load_config(folder)
     if config.num_shared_layers:
         for shard in (Shard(0, 2), Shard(0, 1, 2)):
@@ -103,6 +113,36 @@ def test_ranks_compute_the_bits_of_one_process(case, tmp_path):
             load_decoder(folder, "fp32", OPS, 288, shard=Shard(0, 2))
         tensor = 1
     assert_same(folder, tensor, pipeline=2)
+
+
+@pytest.mark.parametrize(("family", "tensor"), [("qwen3_5", 4), ("lfm2", 3), ("falcon_h1", 4)])
+def test_recurrent_heads_are_divided_as_those_of_attention(family, tensor, tmp_path):
+    """Several ranks may have the same key head, and unequal numbers of channels."""
+    heads = {"num_key_value_heads": 4} if tensor == 3 else {}
+    folder = tiny_checkpoint(tmp_path, family, **STAGED[family], **heads)
+    assert_same(folder, tensor, pipeline=1)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "shard", "words"),
+    [
+        ("bamba", {"mamba_n_groups": 1}, Shard(0, 2), r"each of its 1 groups.*parallel\.pipeline"),
+        ("qwen3_5", {}, Shard(0, 1, 2), "layers 0 to 0 of the model have no attention"),
+        (
+            "falcon_h1",
+            {"mamba_n_heads": 6, "mamba_d_head": 8, "mamba_n_groups": 3, "num_key_value_heads": 4},
+            Shard(0, 4),
+            "does not fit 6 heads with 3 groups in recurrent layers. Set it to at most 3",
+        ),
+    ],
+    ids=["groups with a norm", "a stage without attention", "more ranks than groups"],
+)
+def test_recurrent_layers_that_ranks_cannot_share_are_refused(
+    family, fields, shard, words, tmp_path
+):
+    folder = tiny_checkpoint(tmp_path, family, **fields)
+    with pytest.raises(ConfigError, match=words):
+        load_decoder(folder, "fp32", OPS, 288, shard=shard)
 
 
 def test_every_family_is_compared(tmp_path):

@@ -4,9 +4,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specserve.config import load_config
-from specserve.engine.build import assemble
-from specserve.engine.pool_plan import Models
 from specserve.engine.runner import RowGroup, snapshot_at
 from specserve.errors import ConfigError
 from specserve.memory.blocks import BlockPool, BlockTable
@@ -29,11 +26,12 @@ from tests.engine.engines import (
 )
 from tests.engine.test_promise import VOCAB, check, scenarios, truth_by_id
 from tests.engine.test_recurrent import LAYERS, greedy, prompt, stretched
+from tests.engine.test_recurrent_cache import evict
 
 SEEN = {"accepted": 0, "proposed": 0}
 EVERY = {"min_gain": 0.0, "min_value": 0.0, "ngrams": False}
 CHAIN = EVERY | {"width": 1, "max_depth": 63}
-given_scenarios = {**scenarios, "host_bytes": st.just(0)}
+given_scenarios = {**scenarios, "host_bytes": st.sampled_from([0, 1 << 21, 1 << 24])}
 
 
 @pytest.fixture(scope="module", params=LAYERS)
@@ -127,6 +125,12 @@ def test_the_next_turn_of_a_conversation_finds_a_checkpoint(recurrent, limits):
     assert engine.stats.num_accepted == engine.stats.num_drafted
 
 
+def test_each_level_of_a_tree_runs_the_nodes_before_it_again(recurrent):
+    engine = engine_for(recurrent, recurrent, "model", max_nodes=4, options=CHAIN)
+    _, rows = run_alone(engine, prompt(40), 30)
+    assert [1, 2, 3] in [rows[i : i + 3] for i in range(len(rows))], rows
+
+
 def is_draft(engine, blocks):
     return engine.pool.owners[blocks[0]] == "draft"
 
@@ -201,7 +205,24 @@ def test_nothing_leaks_over_many_requests(recurrent):
     assert len(engine.pool.free) == free
 
 
-def test_tiers_are_refused(recurrent, attending):
-    config = load_config(None, {"memory.kv_bytes": 1 << 22, "memory.host_bytes": 1 << 20})
-    with pytest.raises(ConfigError, match=r"memory\.host_bytes does not support draft models"):
-        assemble(config, Models(attending, recurrent), 288)
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_the_draft_model_finds_its_states_in_tiers(recurrent, kind, tmp_path):
+    """After its blocks were evicted, it runs only the tokens after the checkpoint."""
+    disk = {"disk_path": str(tmp_path), "disk_bytes": 1 << 24} if kind == "disk" else {}
+    disk |= {"host_bytes": 1 << 19 if disk else 1 << 24}
+    limits = {"max_nodes": 4, "options": CHAIN, "draft_block_size": 16}
+    engine = engine_for(recurrent, recurrent, "model", **limits, **disk)
+    engine.scheduler.is_load_faster = lambda *_: True
+    first, _ = run_alone(engine, prompt(150), 40)
+    evict(engine)
+    ids = [*first, *prompt(9, 5)]
+    text, rows = run_alone(engine, ids, 60)
+    assert text == plain(recurrent, [Case(ids, greedy(60))])[0]
+    assert sum(n for n in rows if n > 5) <= 4 * 16, "it ran known tokens again"
+    assert engine.stats.num_accepted > 20
+    engine.close()
+
+
+def test_a_host_tier_without_room_for_two_draft_states_is_refused(recurrent, attending):
+    with pytest.raises(ConfigError, match=r"holds fewer than \d+ blocks"):
+        engine_for(attending, recurrent, "model", host_bytes=1 << 14)

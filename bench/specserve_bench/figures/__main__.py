@@ -18,6 +18,8 @@ import msgspec  # isort: skip
 
 from specserve.errors import ConfigError
 from specserve_bench import arguments, machine, suite
+from specserve_kernels.cpu.build import use_level
+from specserve_kernels.cpu.levels import usable_levels
 
 RESULTS = Path("bench/results")
 PROGRAM = "python -m specserve_bench.figures"
@@ -44,6 +46,8 @@ FIGURES = {  # what they measure, without arguments
     "load-gaps": "the longest gap of streams while adapters or draft models load on a busy host",
     "demo": "each drafter with the demo models, also at 0.6B compute; draws plots",
 }
+# These compute in this process only, so that `--level` applies to all of it.
+OF_KERNELS = "steps", "families", "kv", "sampling", "maps", "mixtures", "recurrent"
 # These have `add_arguments`. They take long, and are measured only if they come first.
 LONG = (
     *("speculation", "open-loop", "replicas", "heads", "lm-eval", "structured", "sources"),
@@ -61,13 +65,21 @@ def main(argv: Sequence[str]) -> int:
     refused = machine.refusal(str(RESULTS), args.allow_dirty)
     if refused is not None:
         p.error(refused)
+    if args.level is not None:
+        others = [name for name in args.parts or FIGURES if name not in OF_KERNELS]
+        if others:
+            p.error(f"--level supports only {', '.join(OF_KERNELS)}, not {others[0]}")
+        use_level(args.level)
     for name in args.parts or FIGURES:
         figure = module(name)
         result = figure.measure()
         print(figure.table(result))
         if name != "demo":  # it keeps two files
-            line = json.dumps({"machine": suite.machine("make bench")} | result)
-            (RESULTS / f"{name}-cpu.json").write_text(line + "\n")
+            of_level = {} if args.level is None else {"level": args.level}
+            facts = suite.machine("make bench") | of_level
+            line = json.dumps({"machine": facts} | result)
+            file = "-".join([name, "cpu", *of_level.values()])
+            (RESULTS / f"{file}.json").write_text(line + "\n")
             print(line)
     return 0
 
@@ -81,6 +93,12 @@ def parser() -> argparse.ArgumentParser:
         f"{', '.join(LONG)}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    p.add_argument(
+        "--level",
+        type=usable_level,
+        help="instruction set of the C++ kernels, for example x86-64-v3 (AVX2); default: the best "
+        "one. The result gets a file of its own",
+    )
     p.add_argument("parts", nargs="*", type=part, metavar="PART", help="one of the parts below")
     machine.add_allow_dirty(p)
     return p
@@ -89,6 +107,15 @@ def parser() -> argparse.ArgumentParser:
 def part(name: str) -> str:
     if name not in FIGURES:
         raise argparse.ArgumentTypeError(f"no part {name!r}; the parts are {', '.join(FIGURES)}")
+    return name
+
+
+def usable_level(name: str) -> str:
+    known = [level.name for level in usable_levels()]
+    if name not in known:
+        raise argparse.ArgumentTypeError(
+            f"this CPU cannot run level {name!r}; it can run {', '.join(known)}"
+        )
     return name
 
 

@@ -531,8 +531,9 @@ def delta_rule(
     tensors = params.rate, params.dt_bias, params.norm
     assert all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors), "the parameters"
     pointers = qkv.data_ptr(), x.data_ptr(), *(t.data_ptr() for t in tensors), out.data_ptr()
-    fields = "ptr state qkv x rate dt_bias norm out i64 is_bf16 num_k_heads x_stride f32 eps"
-    sizes = native.is_bf16(qkv), Hk, x.shape[1], params.eps
+    fields = "ptr state qkv x rate dt_bias norm out i64 is_bf16 num_k_heads x_stride"
+    sizes = native.is_bf16(qkv), Hk, x.shape[1], params.eps, params.beta_factor
+    fields += " f32 eps beta_factor"
     return native.filled(fields, addressof(state(layer)), *pointers, *sizes)
 
 

@@ -14,122 +14,10 @@
 #pragma once
 
 #include <algorithm>
-#include <climits>
-#include <initializer_list>
 
-#include "attention_plan.h"
+#include "attention_memory.h"
 #include "few.h"
-#include "softmax.h"
 #include "words_tiles.h"
-
-constexpr int GROUP = 32;     // query vectors per range of tiles
-constexpr int BLOCK = 64;     // keys whose columns stay in L1
-constexpr int TAIL = 128;     // slots from the tree's first tile on
-constexpr int SCORES = PART + LANES;  // stride without cache set conflicts
-constexpr float LOG2_E = 1.44269504f;
-
-struct Attention {
-  const KV* kv;
-  const void* q;
-  void* out;
-  int64_t num_heads;
-  float scale;
-  float soft_cap;  // 0: none
-  const float* sinks;  // one score per query head, without a value; may be null
-  int64_t window;  // as for `first_seen`
-  int64_t is_bf16;
-
-  // Factor f so that the weight of a score is 2^(f * score).
-  float factor() const { return (soft_cap ? 1.0f : scale) * LOG2_E; }
-  // Cap scores in place; n is a multiple of LANES.
-  void cap(float* scores, int n) const {
-    if (soft_cap == 0) return;
-    for (int i = 0; i < n; i += LANES)
-      store(scores + i, ::soft_cap(load(scores + i) * scale, soft_cap));
-  }
-  // Add the sink's weight to the sum of weights.
-  void drain(float* values, Seen& seen, int64_t head, int64_t width) const {
-    if (!sinks) return;
-    float at = sinks[head] * LOG2_E, top = std::max(seen.max, at);
-    vf factor = exp2(vf{seen.max - top, at - top});
-    for (int64_t d = 0; d < width; d += LANES) store(values + d, load(values + d) * factor[0]);
-    seen = {top, seen.sum * factor[0] + factor[1]};
-  }
-};
-
-// Addresses for the positions [begin, begin + n) of a part, in whole tiles. Keys come first, then
-// values, then up to two blocks of the next part's keys, for prefetching.
-struct Part {
-  int begin, n;
-  const void* tokens[2 * PART + 2 * BLOCK];
-};
-
-// A thread's working memory, for heads of one size.
-struct Scratch {
-  int64_t width = 0;  // of a head, padded to pairs of registers
-  std::vector<word> memory;
-  word *queries, *keys, *values;
-  float *score, *tail, *part, *total;
-  // Scales of codes, by head of the item: for keys and values of a part, tree values, and the
-  // values that one query sees.
-  float *key_scales, *value_scales, *tail_scales, *own_scales;
-  Part parts[2];        // the current part and the next
-  const void *path_keys[TAIL], *path_values[TAIL];  // addresses of tree slots
-  Seen seen[MAX_ITEM], now[MAX_ITEM];
-
-  int64_t value_stride() const { return width + LANES; }
-
-  void fit(int64_t D, bool has_scales) {
-    int64_t needed = (D + 4 * LANES - 1) / (4 * LANES) * 4 * LANES;
-    if (needed <= width) return;
-    width = needed;
-    int64_t item = (MAX_ITEM + 16) * width, scales = has_scales ? MAX_ITEM : 0;
-    int64_t sizes[] = {item,
-                       width * BLOCK,
-                       PART * value_stride(),
-                       (MAX_ITEM + 16) * SCORES,
-                       MAX_ITEM * TAIL,
-                       item,
-                       item,
-                       scales * PART,
-                       scales * PART,
-                       scales * TAIL,
-                       PART};
-    int64_t all = 16;
-    for (int64_t size : sizes) all += size;
-    memory.assign(all, 0);
-    word* at = (word*)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
-    word** const places[] = {&queries,
-                             &keys,
-                             &values,
-                             (word**)&score,
-                             (word**)&tail,
-                             (word**)&part,
-                             (word**)&total,
-                             (word**)&key_scales,
-                             (word**)&value_scales,
-                             (word**)&tail_scales,
-                             (word**)&own_scales};
-    for (int i = 0; i < 11; i++) {
-      *places[i] = at;
-      at += sizes[i];
-    }
-  }
-};
-
-// A range of positions.
-struct Span {
-  int begin, end;
-
-  bool is_empty() const { return begin >= end; }
-  int size() const { return std::max(end - begin, 0); }
-};
-static inline Span overlap(Span a, Span b) {
-  return {std::max(a.begin, b.begin), std::min(a.end, b.end)};
-}
-static inline int tile_of(int position) { return position / TILE * TILE; }
-static inline Span tiles(Span s) { return {tile_of(s.begin), tile_of(s.end + TILE - 1)}; }
-static inline Span part_span(int part) { return {part * PART, (part + 1) * PART}; }
 
 // Whether few query vectors use few.h. Float queries over codes do not: few models need them, and
 // they would double the compile time.
@@ -165,6 +53,7 @@ template <class T> struct Task {
   const int group = a.num_heads / kv.num_heads;
   const int first_row = rows.qo_indptr[item.request];
   Span shared[MAX_ITEM / GROUP];  // tiles with the same slots for all rows, by group
+  Ahead ahead{};
   int max_low = 0, min_prefix = INT_MAX;
 
   int row_of(int i) const { return first_row + (item.first + i) / group; }
@@ -174,10 +63,14 @@ template <class T> struct Task {
   }
   int group_size(int g) const { return std::min(GROUP, item.count - g); }
   bool is_few() const { return HAS_FEW<T> && item.count <= MAX_FEW && !on_tiles; }
+  // Whether the item is computed group by group. It has one head then.
+  bool is_wide() const { return item.count > FEW; }
   int index(int h, int i) const { return h * item.count + i; }
-  float* scores(int h, int i) const { return x.score + index(h, i) * SCORES; }
+  // Index of scores and sums of the current part: only one group has them at a time.
+  int place(int h, int i) const { return is_wide() ? i % GROUP : index(h, i); }
+  float* scores(int h, int i) const { return x.score + place(h, i) * SCORES; }
   float* tail_scores(int h, int i) const { return x.tail + index(h, i) * TAIL; }
-  Sums sums(int h, int i) const { return {x.part + index(h, i) * x.width, x.width}; }
+  Sums sums(int h, int i) const { return {x.part + place(h, i) * x.width, x.width}; }
   Matrix queries(int h, int i) const { return {x.queries + index(h, i) * x.width, x.width}; }
   // Weights from position `begin` of the part on, one word per unit.
   Matrix weights(int h, int i, int begin) const {
@@ -227,10 +120,11 @@ template <class T> struct Task {
     load_scales(kv.v_scale, seen.begin, seen.size(), x.value_scales + at, PART);
   }
   static Tokens<T> tokens_of(const Part& part) { return (Tokens<T>)part.tokens; }
-  // Prefetch target: `ahead` blocks after block j of head h. A block's heads are read in order.
-  Prefetch behind(const Part& part, int j, int h, int block, int ahead) const {
-    int head = h + ahead;
-    return {part.tokens + j + head / item.num_heads * block,
+  // Prefetch target of few query vectors, some blocks after block j of head h. A block's heads are
+  // read in order.
+  Prefetch behind(const Part& part, int j, int h) const {
+    int head = h + FEW_AHEAD;
+    return {part.tokens + j + head / item.num_heads * FEW_BLOCK,
             head % item.num_heads * D * int64_t(sizeof(T))};
   }
 
@@ -255,12 +149,21 @@ template <class T> struct Task {
 
   void multiply(Matrix p, Matrix q, Sums sums, int n, int64_t units, int64_t width, bool adds) {
 #if HAS_TILES
-    if (on_tiles) return multiply_on_tiles(p, q, sums, n, units, width, adds);
+    if (on_tiles) return multiply_on_tiles(p, q, sums, n, units, width, adds, ahead);
 #endif
-    multiply_vectors<PAIRED<T>>(p, q, sums, n, units, width, adds);
+    multiply_vectors<PAIRED<T>>(p, q, sums, n, units, width, adds, ahead);
   }
-  void multiply_keys(Matrix q, int n, Sums scores, int num_keys) {
-    multiply(q, {x.keys, BLOCK}, scores, n, words, num_keys, false);
+  void multiply_keys(Matrix q, int n, Sums scores, const word* keys, int num_keys) {
+    multiply(q, {keys, BLOCK}, scores, n, words, num_keys, false);
+  }
+  // Prefetch tokens of all of the item's heads during the next `products` register products.
+  void look_ahead(const void* const* tokens, int n, int64_t products) {
+    ahead = {tokens, n, item.num_heads * D * int64_t(sizeof(T)), std::max<int64_t>(products, 1)};
+  }
+  // Register products of n positions with keys or with values, for all query vectors and heads.
+  int64_t key_products(int n) const { return item.num_heads * item.count * n / WORDS * words; }
+  int64_t value_products(int n) const {
+    return item.num_heads * item.count * width / WORDS * n / PER;
   }
 
   // Compute the scores of all tree slots for all rows. Each row later selects its path.
@@ -271,8 +174,8 @@ template <class T> struct Task {
     for (int h = 0; h < item.num_heads; h++)
       for (int j = 0; j < num; j += BLOCK) {
         int n = (std::min(BLOCK, num - j) + LANES - 1) / LANES * LANES;
-        load_keys<T>((Tokens<T>)x.path_keys + j, n, h * D, D, {}, x.keys, BLOCK);
-        multiply_keys(queries(h, 0), item.count, {tail_scores(h, 0) + j, TAIL}, n);
+        load_keys<T>((Tokens<T>)x.path_keys + j, n, h * D, D, x.keys, BLOCK);
+        multiply_keys(queries(h, 0), item.count, {tail_scores(h, 0) + j, TAIL}, x.keys, n);
       }
     if constexpr (IS_CODE<T>) scale_tails(num);
     for (int n = 0; n < item.num_heads * item.count; n++)
@@ -287,25 +190,35 @@ template <class T> struct Task {
   }
 
   void score(int number, const Part& part) {
-    for (int j = 0; j < part.n; j += is_few() ? FEW_BLOCK : BLOCK)
-      for (int h = 0; h < item.num_heads; h++)
-        is_few() ? score_few_keys(part, j, h) : score_keys(number, part, j, h);
+    for (int j = 0; j < part.n; j += is_few() ? FEW_BLOCK : BLOCK) {
+      int n = std::min(BLOCK, part.n - j);
+      if (!is_few()) look_ahead(part.tokens + j + n, BLOCK, key_products(n));
+      for (int h = 0; h < item.num_heads; h++) {
+        if (is_few()) {
+          score_few_keys(part, j, h);
+          continue;
+        }
+        load_keys<T>(tokens_of(part) + j, n, h * D, D, x.keys, BLOCK);
+        for (int g = 0; g < item.count; g += GROUP)
+          score_keys(number, part, j, h, g, x.keys);
+      }
+    }
   }
   void score_few_keys(const Part& part, int j, int h) {
     with_constant<T>(item.count, [&]<int N>() {
       score_few<T, N>(queries(h, 0), tokens_of(part) + j, FEW_BLOCK, h * D, D,
-                      behind(part, j, h, FEW_BLOCK, FEW_AHEAD),
+                      behind(part, j, h),
                       {scores(h, 0) + part.begin + j, SCORES});
     });
   }
-  void score_keys(int number, const Part& part, int j, int h) {
-    int n = std::min(BLOCK, part.n - j), first = part.begin + j;
-    load_keys<T>(tokens_of(part) + j, n, h * D, D, behind(part, j, h, BLOCK, 1), x.keys, BLOCK);
-    for (int g = 0; g < item.count; g += GROUP) {
-      Span span{number * PART + first, number * PART + first + n};
-      if (!overlap(shared[g / GROUP], span).is_empty())
-        multiply_keys(queries(h, g), group_size(g), {scores(h, g) + first, SCORES}, n);
-    }
+  // Multiply a group by the loaded keys from j on, as far as the group sees them.
+  void score_keys(int number, const Part& part, int j, int h, int g, const word* keys) {
+    int n = std::min(BLOCK, part.n - j), first = number * PART + part.begin + j;
+    Span span = overlap(shared[g / GROUP], {first, first + n});
+    if (!span.is_empty())
+      multiply_keys(queries(h, g), group_size(g),
+                    {scores(h, g) + span.begin - number * PART, SCORES}, keys + span.begin - first,
+                    span.size());
   }
 
   // Return the tiles that need a query's weights, relative to the part's begin.
@@ -359,14 +272,13 @@ template <class T> struct Task {
     return x.own_scales;
   }
 
-  void soften_all(int part) {
-    if constexpr (IS_CODE<T>) load_part_scales(part);
-    for (int i = 0; i < item.count; i++) {
+  void soften_rows(int part, Span rows) {
+    for (int i = rows.begin; i < rows.end; i++) {
       Span span = weighed(part, i);
       for (int h = 0; h < item.num_heads; h++) {
         float* score = scores(h, i);
         const float* value_scale = nullptr;
-        Seen& now = x.now[index(h, i)] = NOTHING;
+        Seen& now = x.now[place(h, i)] = NOTHING;
         memset(sums(h, i).at, 0, width * sizeof(float));
         if (span.is_empty()) continue;
         if constexpr (IS_CODE<T>) {
@@ -383,28 +295,31 @@ template <class T> struct Task {
 
   void add_values(int number, const Part& part) {
     bool few = is_few() && (IS_CODE<T> || !is_mixed(number * PART + part.begin, part.n));
-    int step = few ? FEW_BLOCK : item.count <= FEW ? TILE : PART;
-    for (int j = 0; j < part.n; j += step)
+    for (int j = 0; j < part.n; j += few ? FEW_BLOCK : TILE) {
+      if (!few) look_ahead(part.tokens + part.n + j + TILE, TILE, value_products(TILE));
       for (int h = 0; h < item.num_heads; h++)
-        few ? add_few_values(part, j, h)
-            : add_values_of(number, part, j, std::min(step, part.n - j), h);
+        few ? add_few_values(part, j, h) : add_values_of(number, part, j, TILE, h);
+    }
   }
   void add_few_values(const Part& part, int j, int h) {
     with_constant<T>(item.count, [&]<int N>() {
       add_few<T, N>(weights(h, 0, part.begin + j), tokens_of(part) + part.n + j, FEW_BLOCK, h * D,
-                    D, behind(part, part.n + j, h, FEW_BLOCK, FEW_AHEAD), sums(h, 0));
+                    D, behind(part, part.n + j, h), sums(h, 0));
     });
   }
   void add_values_of(int number, const Part& part, int j, int n, int h) {
     Tokens<T> values = tokens_of(part) + part.n + j;
     int first = part.begin + j;
-    load_values<T>(values, n, h * D, D, behind(part, part.n + j, h, std::min(n, BLOCK), 1),
-                   x.values, x.value_stride());
-    if (!IS_CODE<T> && is_mixed(number * PART + first, n) &&
-        !are_finite<T>(x.values, n / PER, D, x.value_stride()))
-      add_each(number, first, n, h, values);
-    else
-      add_shared(number, first, n, h);
+    load_values<T>(values, n, h * D, D, x.values, x.value_stride());
+    bool are_safe = are_safe_values(number * PART + first, n);
+    for (int g = 0; g < item.count; g += GROUP)
+      if (are_safe) add_shared(number, first, n, h, g);
+      else add_each(number, first, n, h, g, values);
+  }
+  // Whether weights of 0 may multiply the n loaded values.
+  bool are_safe_values(int begin, int n) const {
+    return IS_CODE<T> || !is_mixed(begin, n) ||
+           are_finite<T>(x.values, n / PER, D, x.value_stride());
   }
 
   // Whether visibility in [begin, begin + n) differs between queries.
@@ -419,33 +334,30 @@ template <class T> struct Task {
              true);
   }
 
-  void add_shared(int part, int begin, int n, int h) {
-    for (int g = 0; g < item.count; g += GROUP) {
-      int first = part * PART + begin;
-      Span span = overlap(shared[g / GROUP], {first, first + n});
-      if (span.is_empty()) continue;
-      const word* from = x.values + (span.begin - first) / PER * x.value_stride();
-      multiply_values(h, g, group_size(g), span.begin - part * PART, span.size(), from);
-    }
+  void add_shared(int part, int begin, int n, int h, int g) {
+    int first = part * PART + begin;
+    Span span = overlap(shared[g / GROUP], {first, first + n});
+    if (span.is_empty()) return;
+    const word* from = x.values + (span.begin - first) / PER * x.value_stride();
+    multiply_values(h, g, group_size(g), span.begin - part * PART, span.size(), from);
   }
 
   // Same as add_shared, but reads each query's hidden values as zeros, because 0 * NaN is NaN.
   // Codes are never NaN.
-  void add_each(int part, int begin, int n, int h, Tokens<T> values) {
+  void add_each(int part, int begin, int n, int h, int g, Tokens<T> values) {
     int first = part * PART + begin;
-    for (int i = 0; i < item.count; i++) {
-      Span span = overlap(shared[i / GROUP], {first, first + n});
+    Span span = overlap(shared[g / GROUP], {first, first + n});
+    for (int i = g; i < g + group_size(g); i++)
       for (int t = span.begin; t < span.end; t += TILE)
         add_tile(h, i, 1, part, t, overlap({view(i).low, view(i).prefix}, {t, t + TILE}),
                  [&](int p) { return values[p - first]; });
-    }
   }
 
   // Add the values on the rows' tree paths, from the tree's first tile on.
-  void add_paths(int part, int h) {
-    for (int i = 0, n; i < item.count; i += n) {
+  void add_paths(int part, int h, Span rows) {
+    for (int i = rows.begin, n; i < rows.end; i += n) {
       const View& v = view(i);
-      n = std::min(group - (item.first + i) % group, item.count - i);
+      n = std::min(group - (item.first + i) % group, rows.end - i);
       Span path = overlap({std::max(item.end, tile_of(v.low)), v.length}, part_span(part));
       for (int t = path.begin; t < path.end; t += TILE)
         add_tile(h, i, n, part, t, overlap({v.low, v.length}, {t, t + TILE}), [&](int p) {
@@ -462,8 +374,8 @@ template <class T> struct Task {
     std::fill_n(values, TILE, ZEROS<T>);
     for (int p = seen.begin; p < seen.end; p++) values[p - t] = value_at(p);
     if (!HAS_FEW<T> || n > MAX_FEW || on_tiles) {
-      load_values<T>(values, TILE, h * D, D, {}, x.values, x.value_stride());
-      return multiply_values(h, i, n, t - part * PART, TILE, x.values);
+      load_values<T>(values, TILE, h * D, D, x.tile, x.value_stride());
+      return multiply_values(h, i, n, t - part * PART, TILE, x.tile);
     }
     // Zeros times weights of 0 change no sum, so only visible words are added.
     int begin = (seen.begin - t) / PER * PER, end = (seen.end - t + PER - 1) / PER * PER;
@@ -474,17 +386,18 @@ template <class T> struct Task {
   }
 
   // Merge the part's results into the previous ones, or store them as partial results.
-  void keep(int part, int h, float* partials) {
-    for (int i = 0; i < item.count; i++) {
+  void keep(int part, int h, Span rows, float* partials) {
+    for (int i = rows.begin; i < rows.end; i++) {
       int n = index(h, i);
+      const Seen& now = x.now[place(h, i)];
       if (item.partial < 0) {
-        merge(x.total + n * x.width, x.seen[n], sums(h, i).at, x.now[n], width);
+        merge(x.total + n * x.width, x.seen[n], sums(h, i).at, now, width);
         continue;
       }
       int64_t entry = item.partial + int64_t(part - item.first_part) * item.count + i;
       float* to = partials + (entry * kv.num_heads + item.first_head + h) * partial_size(D);
       memcpy(to, sums(h, i).at, width * sizeof(float));
-      memcpy(to + width, &x.now[n], sizeof(Seen));
+      memcpy(to + width, &now, sizeof(Seen));
     }
   }
 
@@ -495,15 +408,40 @@ template <class T> struct Task {
       Part &part = x.parts[now], &next = x.parts[1 - now];
       locate_part(number + 1, next);
       std::copy_n(next.tokens, std::min(next.n, 2 * BLOCK), part.tokens + 2 * part.n);
-      score(number, part);
-      soften_all(number);
-      add_values(number, part);
-      for (int h = 0; h < item.num_heads; h++) {
-        if (item.tail) add_paths(number, h);
-        keep(number, h, partials);
-      }
+      if constexpr (IS_CODE<T>) load_part_scales(number);
+      is_wide() ? run_groups(number, part, next, partials) : run_heads(number, part, partials);
     }
     if (item.partial < 0) write();
+  }
+  // Read a part's tokens block by block, with all heads of a block, because heads are adjacent.
+  void run_heads(int number, const Part& part, float* partials) {
+    score(number, part);
+    soften_rows(number, {0, item.count});
+    add_values(number, part);
+    for (int h = 0; h < item.num_heads; h++) keep_rows(number, h, {0, item.count}, partials);
+  }
+  // Load a part's keys and values once for all groups of query vectors. A group's scores and sums
+  // stay in caches.
+  void run_groups(int number, const Part& part, const Part& next, float* partials) {
+    auto keys_from = [&](int j) { return x.keys + j * words; };
+    for (int j = 0; j < part.n; j += BLOCK)
+      load_keys<T>(tokens_of(part) + j, std::min(BLOCK, part.n - j), 0, D, keys_from(j), BLOCK);
+    Tokens<T> values = tokens_of(part) + part.n;
+    load_values<T>(values, part.n, 0, D, x.values, x.value_stride());
+    bool are_safe = are_safe_values(number * PART + part.begin, part.n);
+    look_ahead(next.tokens, 2 * next.n, key_products(part.n) + value_products(part.n));
+    for (int g = 0; g < item.count; g += GROUP) {
+      for (int j = 0; j < part.n; j += BLOCK) score_keys(number, part, j, 0, g, keys_from(j));
+      Span rows{g, g + group_size(g)};
+      soften_rows(number, rows);
+      if (are_safe) add_shared(number, part.begin, part.n, 0, g);
+      else add_each(number, part.begin, part.n, 0, g, values);
+      keep_rows(number, 0, rows, partials);
+    }
+  }
+  void keep_rows(int number, int h, Span rows, float* partials) {
+    if (item.tail) add_paths(number, h, rows);
+    keep(number, h, rows, partials);
   }
   void write() {
     for (int h = 0; h < item.num_heads; h++)

@@ -53,15 +53,18 @@ constexpr int LONG = 4, EVEN = 4;
 static int divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Divide an item for all heads into items of cost at most `most`, if possible. It is divided by
-// heads while several are read together, then by parts, then by heads again.
-void Work::divide(const Item& item, int num_heads, int64_t most) {
+// heads while several are read together, then by parts, then by heads again. Threads get equal
+// numbers of equal pieces if there is no other work.
+void Work::divide(const Item& item, int num_heads, int64_t most, int threads) {
   int pieces = std::max(divide_up(item.cost, most), 1), parts = item.end_part - item.first_part;
   bool is_few = item.count <= FEW;
-  int heads = is_few ? std::min(num_heads, MAX_ITEM / item.count) : 1;
+  int heads = is_few ? std::min(num_heads, MAX_SHARED / item.count) : 1;
   int least = parts >= EVEN * pieces ? heads : std::min(heads, LONG);
   heads = std::max(std::min(divide_up(num_heads, pieces), heads), least);
   int cuts_wanted = std::min(parts, divide_up(pieces, divide_up(num_heads, heads)));
   if (is_few) heads = std::min(heads, std::max(int(int64_t(num_heads) * cuts_wanted / pieces), 1));
+  else if (whole.size() == 1 && cuts_wanted > 1)
+    while (cuts_wanted < parts && cuts_wanted * num_heads % threads != 0) cuts_wanted++;
   int64_t partial = -1;
   if (cuts_wanted > 1) {
     partial = num_partials;
@@ -105,7 +108,7 @@ void Work::build(const Rows& rows, int num_heads, int threads) {
   bool is_few = most_vectors <= FEW;
   int units = threads * (!is_few ? UNITS : whole.size() == 1 ? 1 : UNITS / 2);
   int64_t most = threads == 1 ? cost + 1 : std::max<int64_t>(cost / units, 1);
-  for (const Item& item : whole) divide(item, num_kv_heads, most);
+  for (const Item& item : whole) divide(item, num_kv_heads, most, threads);
   std::sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
     if (a.cost != b.cost) return a.cost > b.cost;
     auto place = [](const Item& i) {

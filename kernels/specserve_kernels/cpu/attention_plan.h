@@ -7,7 +7,8 @@
 
 constexpr int TILE = 32;       // positions skipped or multiplied together
 constexpr int PART = 256;      // positions per softmax step
-constexpr int MAX_ITEM = 128;  // query vectors per work item
+constexpr int MAX_ITEM = 512;  // query vectors per work item of one KV head
+constexpr int MAX_SHARED = 128;  // query vectors of all heads of an item with several
 constexpr int MAX_FEW = 8;     // query vectors that few.h multiplies
 constexpr int FEW = 16;        // query vectors with sums in L1
 
@@ -58,7 +59,7 @@ struct Work {
  private:
   void view_rows(const Rows& rows);
   void add_request(const Rows& rows, int request, int group, int size);
-  void divide(const Item& item, int num_heads, int64_t most);
+  void divide(const Item& item, int num_heads, int64_t most, int threads);
 };
 
 // Floats of a partial result of a query vector: its sum of values, maximum score and sum of

@@ -29,12 +29,29 @@ def level() -> str:
     return str(name().decode())
 
 
+CHOSEN: list[Level] = []  # by `use_level`
+
+
+def use_level(name: str) -> None:
+    """Let this process use the library for an instruction set, compiled if needed. Must be called
+    before the library is used. ValueError if this CPU cannot run it.
+    """
+    usable = {level.name: level for level in usable_levels()}
+    if name not in usable:
+        raise ValueError(f"this CPU cannot run {name!r}. Choose one of {', '.join(usable)}")
+    assert not kernels.cache_info().currsize, "another library is in use"
+    CHOSEN[:] = [usable[name]]
+
+
 @cache
 def kernels() -> Kernels:
     """Load the prebuilt library for the best level of this CPU, or compile one for this CPU.
 
     Without a compiler, load a prebuilt library for a lower level.
     """
+    if CHOSEN:
+        chosen = prebuilt(CHOSEN) or ctypes.CDLL(str(compiled(CHOSEN[0].flags)))
+        return Kernels(chosen, "for the chosen level")
     levels = usable_levels()
     if (found := prebuilt(levels[-1:])) is not None:
         return Kernels(found, "prebuilt for the best level that this CPU runs")

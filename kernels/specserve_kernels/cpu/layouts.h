@@ -135,13 +135,13 @@ template <class T> static INLINE void expand(rw x, rw (&words)[EXPANDED<T>]) {
 // Load to[word][key]; words are `stride` apart. `count` is a multiple of LANES. The head's
 // dimensions are [first, first + D) of a token.
 template <class T>
-static void load_keys(Tokens<T> keys, int count, int64_t first, int64_t D, Prefetch next, word* to,
+static void load_keys(Tokens<T> keys, int count, int64_t first, int64_t D, word* to,
                       int64_t stride) {
   for (int j = 0; j < count; j += WORDS) {
     word* column = to + j;
     for (int64_t d = 0; d < D; d += DIMS<T>) {
       rw x[WORDS];
-      columns_of<T>(keys, j, first, d, D, next, x);
+      columns_of<T>(keys, j, first, d, D, {}, x);
 #pragma GCC unroll 16
       for (int i = 0; i < WORDS; i++) {
         rw words[EXPANDED<T>];
@@ -188,15 +188,14 @@ template <class T> static inline void unit_at(const T* a, const T* b, int n, rw&
 // Load to[unit][dimension]; units are `stride` words apart. `count` is even. Dimensions as in
 // load_keys.
 template <class T>
-static void load_values(Tokens<T> values, int count, int64_t first, int64_t D, Prefetch next,
-                        word* to, int64_t stride) {
+static void load_values(Tokens<T> values, int count, int64_t first, int64_t D, word* to,
+                        int64_t stride) {
   for (int j = 0; j < count; j += PER_WORD<T>, to += stride) {
     const T *a = values[j] + first, *b = values[j + PER_WORD<T> - 1] + first;
     rw low, high;
     for (int64_t d = 0; d < D; d += 2 * WORDS) {
       if (D - d < 2 * WORDS) unit_at(a + d, b + d, D - d, low, high);
       else unit_at(a + d, b + d, low, high);
-      for (int i = 0; i < PER_WORD<T>; i++) next.lines(j + i, d * sizeof(T), 2 * WORDS * sizeof(T));
       store_words(to + d, low);
       store_words(to + d + WORDS, high);
     }

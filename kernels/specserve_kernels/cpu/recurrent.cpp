@@ -140,7 +140,7 @@ struct Delta {
   const float *rate, *dt_bias, *norm;   // [Hv], [Hv], [Dv]
   void* out;                            // [R, Hv Dv]
   int64_t is_bf16, num_k_heads, x_stride;
-  float eps;
+  float eps, beta_factor;
 };
 
 template <class T> static float unit_factor(const T* x, int64_t n) {
@@ -171,7 +171,7 @@ template <class T> static void read_row(const Delta& a, int64_t r, int64_t h, He
   const T* gates = (const T*)a.x + r * a.x_stride + inner + Hv * Dv;
   float dt = to_float(gates[Hv + h]) + a.dt_bias[h];
   dt = dt > 20.0f ? dt : std::log1p(std::exp(dt));
-  float beta = 1.0f / (1.0f + std::exp(-to_float(gates[h])));
+  float beta = a.beta_factor / (1.0f + std::exp(-to_float(gates[h])));
   in.update = {in.k, in.v, std::exp(a.rate[h] * dt), beta};
 }
 

@@ -59,6 +59,25 @@ template <int N, int S> static INLINE void store_sums(const rf (&from)[N][S], Su
     for (int s = 0; s < S; s++) store_words(to.from(i, s * WORDS).at, (rw)from[i][s]);
 }
 
+// Tokens that are read later. Their lines are prefetched between the blocks of a product, a few at a
+// time, because a CPU has buffers for few misses.
+struct Ahead {
+  const void* const* tokens = nullptr;
+  int num_tokens = 0;
+  int64_t bytes = 0;     // of a token
+  int64_t products = 1;  // register products until all lines are needed
+  int64_t done = 0;
+  int next = 0;  // token
+
+  void after(int64_t more) {
+    done += more;
+    int end = std::min<int64_t>(done * num_tokens / products, num_tokens);
+    for (; next < end; next++)
+      for (int64_t i = 0; i < bytes; i += 64)
+        __builtin_prefetch((const char*)tokens[next] + i, 0, 2);
+  }
+};
+
 // Multiply rows [0, N) by S registers of columns.
 template <bool IS_PAIRED, int N, int S>
 static void multiply_block(Matrix a, Matrix b, Sums c, int64_t units, bool adds) {
@@ -82,31 +101,36 @@ static void multiply_block(Matrix a, Matrix b, Sums c, int64_t units, bool adds)
 // of these columns.
 template <bool IS_PAIRED, int N, int S>
 static int64_t multiply_columns(Matrix a, Matrix b, Sums c, int n, int64_t units, int64_t first,
-                                int64_t width, bool adds) {
+                                int64_t width, bool adds, Ahead& ahead) {
   for (; first + S * WORDS <= width; first += S * WORDS)
-    for (int i = 0; i + N <= n; i += N)
+    for (int i = 0; i + N <= n; i += N) {
       multiply_block<IS_PAIRED, N, S>(a.from(i, 0), b.from(0, first), c.from(i, first), units, adds);
+      ahead.after(N * S * units);
+    }
   return first;
 }
 
 // Multiply rows in steps of N, then the rest in steps of N / 2.
 template <bool IS_PAIRED, int N>
 static void multiply_rows(Matrix a, Matrix b, Sums c, int n, int64_t units, int64_t width,
-                          bool adds) {
+                          bool adds, Ahead& ahead) {
   constexpr int S = std::min(SUMS / N, 8);
   if (n >= N) {
-    int64_t end = multiply_columns<IS_PAIRED, N, S>(a, b, c, n, units, 0, width, adds);
-    if constexpr (S > 4) end = multiply_columns<IS_PAIRED, N, 4>(a, b, c, n, units, end, width, adds);
-    multiply_columns<IS_PAIRED, N, 1>(a, b, c, n, units, end, width, adds);
+    int64_t end = multiply_columns<IS_PAIRED, N, S>(a, b, c, n, units, 0, width, adds, ahead);
+    if constexpr (S > 4)
+      end = multiply_columns<IS_PAIRED, N, 4>(a, b, c, n, units, end, width, adds, ahead);
+    multiply_columns<IS_PAIRED, N, 1>(a, b, c, n, units, end, width, adds, ahead);
   }
   int rest = n % N, done = n - rest;
   if constexpr (N > 1)
     if (rest)
-      multiply_rows<IS_PAIRED, N / 2>(a.from(done, 0), b, c.from(done, 0), rest, units, width, adds);
+      multiply_rows<IS_PAIRED, N / 2>(a.from(done, 0), b, c.from(done, 0), rest, units, width, adds,
+                                      ahead);
 }
 
 // Compute c = a b, or c += a b, for n rows and `width` columns, a multiple of LANES.
 template <bool IS_PAIRED>
-static void multiply_vectors(Matrix a, Matrix b, Sums c, int n, int64_t units, int64_t width, bool adds) {
-  multiply_rows<IS_PAIRED, MAX_GROUP>(a, b, c, n, units, width, adds);
+static void multiply_vectors(Matrix a, Matrix b, Sums c, int n, int64_t units, int64_t width,
+                             bool adds, Ahead& ahead) {
+  multiply_rows<IS_PAIRED, MAX_GROUP>(a, b, c, n, units, width, adds, ahead);
 }

@@ -89,12 +89,14 @@ static void multiply_rows(Matrix a, Matrix b, Sums c, int n, int64_t units, bool
 
 // Compute c = a b, or c += a b, of pairs of bf16. `units` and `width` are multiples of 16.
 static void multiply_on_tiles(Matrix a, Matrix b, Sums c, int n, int64_t units, int64_t width,
-                              bool adds) {
+                              bool adds, Ahead& ahead) {
   for (int i = 0; i < n; i += 2 * TILE_ROWS) {
     int rows = std::min(n - i, 2 * TILE_ROWS);
     int64_t j = 0;
-    for (; j + 32 <= width; j += 32)
+    for (; j + 32 <= width; j += 32) {
       multiply_rows<true>(a.from(i, 0), b.from(0, j), c.from(i, j), rows, units, adds);
+      ahead.after(2 * rows * units);
+    }
     if (j < width)
       multiply_rows<false>(a.from(i, 0), b.from(0, j), c.from(i, j), rows, units, adds);
   }

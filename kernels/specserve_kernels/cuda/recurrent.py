@@ -46,6 +46,7 @@ def _delta_inputs(
     x_stride,
     rate,
     dt_bias,
+    beta_factor,
     q_out,
     inputs,
     kept,
@@ -68,7 +69,7 @@ def _delta_inputs(
     k *= 1 / tl.sqrt(tl.sum(k * k, axis=0) + 1e-6)
     v = _head(own, j, Dv, 2 * K * Dk + h * Dv)
     gates = x + row.to(tl.int64) * x_stride + inner + H * Dv + h
-    beta = _sigmoid(tl.load(gates).to(tl.float32))
+    beta = beta_factor * _sigmoid(tl.load(gates).to(tl.float32))
     dt = tl.load(gates + H).to(tl.float32) + tl.load(dt_bias + h)
     decay = tl.exp(tl.load(rate + h) * _softplus(dt))
     is_first = h % group == 0
@@ -287,8 +288,8 @@ def delta_rule(
     blocks = {"K_BLOCK": padded(Dk), "V_BLOCK": padded(Dv)}
     q, inputs = floats(qkv, K * Dk), floats(qkv, state.kept.shape[1])
     _delta_inputs[(R, H)](
-        *(qkv, x, x.stride(0), params.rate, params.dt_bias, q, inputs, state.kept, work.rows),
-        *(H, K, Dk, Dv),
+        *(qkv, x, x.stride(0), params.rate, params.dt_bias, params.beta_factor, q, inputs),
+        *(state.kept, work.rows, H, K, Dk, Dv),
         **blocks,
         num_warps=1,
     )

@@ -77,7 +77,8 @@ def delta_rule(
     ->   [R, Hv Dv]            the normalized outputs of the heads, multiplied by silu(z)
 
     Queries and keys are normalized, and queries divided by sqrt(Dk). A head's matrix S decays by
-    exp(rate * softplus(a + dt_bias)). Then S += k (v - k S)^T sigmoid(b), and the output is q S.
+    exp(rate * softplus(a + dt_bias)). Then S += k (v - k S)^T beta, and the output is q S.
+    beta is beta_factor * sigmoid(b).
     """
     (Dk, Dv), Hv = state.shape, len(state.places)
     inputs = [_head_inputs(qkv[row], x[row], params, state) for row in range(len(qkv))]
@@ -120,7 +121,7 @@ def _head_inputs(qkv: Tensor, x: Tensor, params: DeltaParams, state: StateLayer)
     z, b, a = torch.split(x[len(qkv) :].float(), [Hv * Dv, Hv, Hv])
     q, k = (_unit(each.view(Hk, Dk)).repeat_interleave(Hv // Hk, 0) for each in (q, k))
     decay = (params.rate * softplus(a + params.dt_bias)).exp()
-    return HeadInputs(q, torch.cat([k.flatten(), v, decay, b.sigmoid()]), z)
+    return HeadInputs(q, torch.cat([k.flatten(), v, decay, b.sigmoid() * params.beta_factor]), z)
 
 
 def selective_state_update(
