@@ -85,6 +85,18 @@ class Codes(NamedTuple):
         offset = self.offset + (self.middle - self.zero.float()) * self.scale
         return self._replace(zero=None, offset=offset)
 
+    def without_zeros(self) -> "Codes":
+        """Fold the zeros into 8-bit codes, if there are offsets, too. Folding is exact. If a byte
+        cannot hold a difference, fold all zeros into the offsets.
+        """
+        if self.offset is None or self.zero is None:
+            return self
+        q = self.q.short() - self.zero.short().repeat_interleave(self.group, dim=1) + 128
+        low, high = q.aminmax()
+        if low < 0 or high > 255:
+            return self.centered()
+        return self._replace(bits=8, q=q.to(torch.uint8), zero=None)
+
     def without_table(self) -> "Codes":
         """Return the same values as 8-bit codes, if there is a table."""
         if self.table is None:

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -19,16 +20,49 @@ def place(x: Tensor) -> Tensor:
     return x
 
 
+HUGE_PAGE = 2 << 20  # bytes
+CHUNK = 32 << 20  # bytes of memory that small allocations share
+
+
+class Chunk:
+    """Mapped memory, from a huge page's first byte on, of which allocations take parts."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.memory = mapped(num_bytes + HUGE_PAGE)
+        with suppress(OSError):  # the system has no huge pages
+            self.memory.madvise(mmap.MADV_HUGEPAGE)
+        address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
+        self.begin = -address % HUGE_PAGE  # of the next part
+        self.end = self.begin + num_bytes
+
+    def take(self, num_bytes: int) -> Tensor | None:
+        """Return a part with a storage of its own, from a page's first byte on; None: too large."""
+        begin = self.begin
+        if begin + num_bytes > self.end:
+            return None
+        self.begin += -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        return torch.frombuffer(self.memory, dtype=torch.uint8, count=num_bytes, offset=begin)
+
+
+_shared: list[Chunk] = []  # the chunk of the next small allocations
+_lock = Lock()
+
+
 def allocate(num_bytes: int) -> Tensor:
     """Allocate zeroed bytes for weights and KV, [num_bytes] uint8.
 
     The system assigns pages at their first write. Huge pages, if available, reduce the page lookups
-    of each step.
+    of each step. Most weights are smaller than a huge page, so they share a chunk, which is freed
+    with the last of them.
     """
-    memory = mapped(num_bytes)
-    with suppress(OSError):  # the system has no huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    with _lock:
+        if num_bytes > CHUNK // 4:
+            found = Chunk(num_bytes).take(num_bytes)
+        elif not _shared or (found := _shared[0].take(num_bytes)) is None:
+            _shared[:] = [Chunk(CHUNK)]
+            found = _shared[0].take(num_bytes)
+    assert found is not None, "a new chunk holds the bytes"
+    return found
 
 
 def release(memory: Iterable[Tensor]) -> None:

@@ -134,11 +134,12 @@ class Reader:
         biases = [self.read_bias(*modules, rows=rows) for modules in experts]
         each = [bias for bias in biases if bias is not None]
         bias = torch.stack(each) if each else None
-        return self.ops.prepack_experts(self.expert_weights(experts, rows), is_gated, bias)
+        return self.ops.prepack_experts(ExpertWeights(self, experts, rows), is_gated, bias)
 
     def expert_weights(
-        self, experts: Sequence[Sequence[str]], rows: Tensor | None
+        self, experts: Sequence[Sequence[str]], rows: Tensor | None, counts: bool
     ) -> Iterator[Weight]:
+        """The maps of experts, which `counts` adds to `forms`."""
         forms = set[tuple[MapForm, bool]]()
         for modules in experts:
             weight = self.with_activations(rows_of(self.weight(*modules), rows), modules[0])
@@ -149,7 +150,8 @@ class Reader:
                     "experts of its layer, which is not supported. Use another quantization of the "
                     "model"
                 )
-            self.count(weight, is_head=False)
+            if counts:
+                self.count(weight, is_head=False)
             yield weight
 
     def read_embedding(self, module: str = "model.embed_tokens", num_rows: int = 0) -> Weight:
@@ -258,9 +260,22 @@ class Reader:
         return out
 
     def advance(self, num_elements: int) -> None:
-        self.num_read += num_elements
+        self.num_read = min(self.num_read + num_elements, self.num_elements)
         size = self.dtype.itemsize
         self.report(self.num_read * size, self.num_elements * size)
+
+
+class ExpertWeights:
+    """The maps of experts, which may be read twice, if their packed forms differ."""
+
+    def __init__(
+        self, reader: Reader, experts: Sequence[Sequence[str]], rows: Tensor | None
+    ) -> None:
+        self.reader, self.experts, self.rows, self.is_counted = reader, experts, rows, False
+
+    def __iter__(self) -> Iterator[Weight]:
+        counts, self.is_counted = not self.is_counted, True
+        return self.reader.expert_weights(self.experts, self.rows, counts)
 
 
 def rows_of(weight: Weight, rows: Tensor | None) -> Weight:

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from specserve_kernels import cpu, reference
+from specserve_kernels import Codes, cpu, reference
 from specserve_kernels.ops import EagerProgram
 from tests.kernels.builds import BUILDS
 from tests.kernels.levels import EVERY_LEVEL, EVERY_LEVEL_AND_ARM
@@ -427,3 +427,23 @@ def test_a_recorded_forward_has_the_bits_of_its_ops(gemm, form, dtype, limit):
         ids, read = torch.arange(n), torch.tensor([0])
         want, got = eager.run(STEP.rows(), ids, read), program.run(STEP.rows(), ids, read)
         assert torch.equal(got.residual, want.residual)
+
+
+@pytest.mark.parametrize("odd", ["no form", "another interval", "another scale"])
+def test_experts_whose_codes_need_other_bits_get_a_common_form(odd):
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 64, generator=draw)
+    weights = []
+    for _ in range(3):
+        q = torch.randint(112, 144, (16, 64), generator=draw).byte()
+        codes = Codes(8, 32, q, torch.rand(16, 2, generator=draw).half().float(), rounds_rows=True)
+        weights.append(codes)
+    if odd == "another interval":
+        weights[1] = weights[1]._replace(q=weights[1].q + 3)
+    if odd == "another scale":
+        weights[1] = weights[1]._replace(scale=weights[1].scale + 1e-6)
+    packed = cpu.prepack_experts(weights)
+    assert len({(each.kind, len(each.words)) for each in packed.each}) == 1
+    assert packed.each[0].kind.bits == (8 if odd == "another interval" else 5)
+    for weight, each in zip(weights, packed.each, strict=True):
+        assert torch.equal(cpu.lm_head(x, each), reference.lm_head(x, weight))

@@ -1,5 +1,7 @@
 """The memory of weights and KV."""
 
+import itertools
+import mmap
 from functools import partial
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import torch
 
 from specserve_kernels import cpu
 from specserve_kernels.cuda.pinned import PinnedBlocks
-from specserve_kernels.host import HostBlocks, allocate
+from specserve_kernels.host import CHUNK, HUGE_PAGE, HostBlocks, allocate, release
 from tests.kernels.maps import random_codes
 from tests.kernels.random_steps import random_tensor
 
@@ -42,6 +44,24 @@ def test_what_steps_read_asks_for_huge_pages(make):
 
 def test_memory_is_zeroed():
     assert not allocate(12345).any()
+
+
+def test_weights_that_share_huge_pages_have_memory_of_their_own():
+    parts = [allocate(n) for n in (1, 4097, 4096, CHUNK // 4, CHUNK // 4 + 1)]
+    for i, part in enumerate(parts):
+        assert part.data_ptr() % mmap.PAGESIZE == 0 and not part.any()
+        assert part.untyped_storage().nbytes() == len(part)
+        part.fill_(i + 1)
+    assert all((part == i + 1).all() for i, part in enumerate(parts))
+    release([parts[2]])
+    assert not parts[2].any() and (parts[1] == 2).all() and (parts[3] == 4).all()
+
+
+@pytest.mark.skipif(not HUGE_PAGES.exists(), reason="this system has no huge pages")
+def test_small_weights_lie_side_by_side():
+    begins = [allocate(1 << 20).data_ptr() for _ in range(40)]
+    assert sum(b - a == 1 << 20 for a, b in itertools.pairwise(begins)) >= 37
+    assert sum(b // HUGE_PAGE == a // HUGE_PAGE for a, b in itertools.pairwise(begins)) >= 18
 
 
 @pytest.mark.parametrize("make", [HostBlocks, partial(PinnedBlocks, device=torch.device("cpu"))])

@@ -195,7 +195,7 @@ def test_a_row_that_is_not_finite_spoils_no_other(gemm, bad, dtype):
             assert out[0].isnan().all(), name
 
 
-BYTES = {"4 bits": 0.5 + 4 / 32, "8 bits": 1 + 4 / 32, "4 bits, offsets": 0.5 + 8 / 32}
+BYTES = {"4 bits": 0.5 + 4 / 32, "8 bits": 1 + 4 / 32}
 
 
 @pytest.mark.parametrize("name", BYTES)
@@ -203,6 +203,102 @@ def test_packed_codes_take_no_more_memory_than_with_float_rows(name):
     codes = rounding(64, 4096, 32, FORMS[name])
     packed, plain = (cpu.prepack(codes._replace(rounds_rows=r)).words.nbytes for r in (True, False))
     assert packed == plain == 64 * 4096 * BYTES[name]
+
+
+def narrow(low, high, group, scale, offset=None, zero=None, N=50, K=512, **others):
+    """Codes from `low` to `high` that round rows."""
+    draw = torch.Generator().manual_seed(0)
+    shape = N, K // group
+    q = torch.randint(low, high + 1, (N, K), generator=draw).byte()
+    q[0, :2] = torch.tensor([low, high])
+    numbers = {
+        "singles": lambda: torch.randn(shape, generator=draw),
+        "bf16": lambda: torch.randn(shape, generator=draw).bfloat16().float(),
+        "halves": lambda: torch.randn(shape, generator=draw).half().float(),
+        "tiny halves": lambda: torch.randint(-1023, 1024, shape, generator=draw) * 2.0**-24,
+        "zeros": lambda: torch.zeros(shape),
+        "products": lambda: (
+            torch.randn(N, K // 256, generator=draw)
+            .half()
+            .float()
+            .repeat_interleave(256 // group, 1)
+            * torch.randint(-128, 128, shape, generator=draw)
+        ),
+        "small products": lambda: (
+            torch.rand(N, K // 256, generator=draw)
+            .half()
+            .float()
+            .repeat_interleave(256 // group, 1)
+            * -torch.randint(0, 64, shape, generator=draw)
+        ),
+    }
+    offset = None if offset is None else numbers[offset]()
+    zero = None if zero is None else torch.full(shape, zero, dtype=torch.uint8)
+    bits = 4 if high < 16 else 8
+    return Codes(bits, group, q, numbers[scale](), zero, offset, rounds_rows=True, **others)
+
+
+SINGLES, BF16S, HALVES, PRODUCTS = range(4)
+NARROW = {  # codes, bits, scaling, bytes of a group of the 50 columns' two panels
+    "Q4_0": (narrow(0, 15, 32, "halves"), 4, HALVES, 512 + 64),
+    "Q4_1": (narrow(0, 15, 32, "halves", "halves", 0), 4, HALVES, 512 + 128),
+    "Q5_0": (narrow(112, 143, 32, "halves"), 5, HALVES, 640 + 64),
+    "Q5_1": (narrow(112, 143, 32, "halves", "halves", 112), 5, HALVES, 640 + 128),
+    "Q8_0": (narrow(0, 255, 32, "tiny halves"), 8, HALVES, 1024 + 64),
+    "Q4_K": (narrow(0, 15, 32, "small products", "products", 0), 4, PRODUCTS, 512 + 64 + 16),
+    "Q5_K": (narrow(112, 143, 32, "products", "small products", 112), 5, PRODUCTS, 640 + 64 + 16),
+    "Q6_K": (narrow(96, 159, 16, "products"), 6, PRODUCTS, 384 + 32 + 4),
+    "Q6_K and Q4_K": (narrow(120, 159, 16, "products", "zeros", 120), 6, PRODUCTS, 384 + 64 + 8),
+    "IQ4_XS": (narrow(0, 15, 32, "products", table=VALUES), 4, PRODUCTS, 512 + 32 + 8),
+    "w4": (narrow(0, 15, 64, "bf16"), 4, BF16S, 1024 + 64),
+    "w4 in a byte": (narrow(120, 135, 64, "bf16"), 4, BF16S, 1024 + 64),
+    "5 bits in groups of 64": (narrow(112, 143, 64, "bf16"), 8, BF16S, 2048 + 64),
+    "one code more": (narrow(112, 144, 32, "halves"), 8, HALVES, 1024 + 64),
+    "one code less": (narrow(95, 158, 16, "halves"), 8, HALVES, 512 + 64),
+    "offsets of another form": (narrow(0, 15, 32, "bf16", "products", 0), 4, SINGLES, 512 + 256),
+}
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("case", NARROW.values(), ids=NARROW)
+def test_codes_and_scales_take_few_bits_and_have_the_bits_of_the_reference(gemm, case):
+    codes, bits, scaling, group_bytes = case
+    N, K = codes.q.shape
+    R = 45
+    x = random_tensor(R, K)
+    both = (codes, codes.take(torch.arange(2 * N) % N))
+    maps, want = (maps_of(ops, *both, torch.float32, R) for ops in (gemm, reference))
+    packed = gemm.prepack(codes)
+    assert (packed.kind.bits, packed.kind.scaling) == (bits, scaling)
+    table = 64 if codes.table else 0
+    assert packed.words.nbytes == 2 * K // codes.group * group_bytes + table
+    want = want.outputs(reference, x, list(range(R)))
+    for n in (1, 4, 5, 8, 13, 17, R):
+        got = maps.outputs(gemm, x[:n], list(range(n)))
+        assert all(torch.equal(got[name], want[name][:n]) for name in EXACT)
+
+
+@pytest.mark.parametrize("group", [16, 32])
+def test_a_scale_that_no_narrow_form_holds_keeps_its_bits(group):
+    exact = narrow(0, 255, group, "products")
+    for at, other in ((0, 1e-9), (5, float("nan")), (7, 3e38), (-1, 1 + 2.0**-23)):
+        scale = exact.scale.clone()
+        scale.view(-1)[at] = other
+        codes = exact._replace(scale=scale)
+        packed = cpu.prepack(codes)
+        assert packed.kind.scaling == SINGLES
+        x = random_tensor(3, 512)
+        want = reference.lm_head(x, codes)
+        torch.testing.assert_close(cpu.lm_head(x, packed), want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_zeros_with_offsets_are_folded_into_codes_exactly():
+    codes = narrow(112, 143, 32, "halves", "halves", 112)
+    folded = codes.without_zeros()
+    assert folded.zero is None and torch.equal(folded.offset, codes.offset)
+    assert torch.equal(folded.widen(torch.float32), codes.widen(torch.float32))
+    wide = narrow(0, 255, 32, "halves", "halves", 0)  # no byte holds 255 - 0 + 128
+    assert torch.equal(wide.without_zeros().offset, wide.centered().offset)
 
 
 def test_codes_that_cannot_round_rows_are_refused():

@@ -36,14 +36,20 @@ STORED = torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn  # in ro
 
 
 class Coding(NamedTuple):
-    """The form of a packed coded weight; fields as in Codes."""
+    """The form of a packed coded weight; fields as in Codes.
 
-    bits: int
+    zero     stored code of 0, if the weight rounds rows and has less than 8 bits
+    scaling  `Scaling` in numbers.h, if the weight rounds rows
+    """
+
+    bits: int  # also 5 or 6 if the weight rounds rows
     group: int
     has_zeros: bool
     has_offsets: bool
     rounds_rows: bool = False
     has_table: bool = False
+    zero: int = 0
+    scaling: int = 0
 
 
 class Packed(NamedTuple):

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from specserve_kernels.codes import Codes
 from specserve_kernels.cpu import arguments
-from specserve_kernels.cpu.ops import activate, all_gather, prepack, run
+from specserve_kernels.cpu.arguments import Coding
+from specserve_kernels.cpu.ops import activate, all_gather, common_form, prepack, prepack_as, run
 from specserve_kernels.ranks import Gathering
 from specserve_kernels.types import PackedExperts
 
@@ -39,6 +40,11 @@ def prepack_experts(
 ) -> PackedExperts:
     each = tuple(prepack(weight, is_gated) for weight in weights)
     forms = {packed._replace(words=None) for packed in each}  # type: ignore[arg-type]
+    kinds = [form.kind for form in forms if isinstance(form.kind, Coding)]
+    if len(forms) == len(kinds) > 1 and (common := common_form(kinds)) is not None:
+        del each  # before the weights are read again
+        each = tuple(prepack_as(weight, is_gated, common) for weight in weights)
+        forms = {packed._replace(words=None) for packed in each}  # type: ignore[arg-type]
     assert len(forms) == 1, f"experts of different forms: {forms}"
     addresses = np.array([packed.words.data_ptr() for packed in each], np.int64)
     outputs = each[0].N * (2 if is_gated else 1)

@@ -9,33 +9,78 @@
 #include "linear.h"
 #include "row_codes.h"
 
+// Arguments of packing a weight. `base` is subtracted from each code.
+struct PackIntegers : PackCodes {
+  int64_t base, scaling;
+};
+
 // Write the codes of one group of a row of the weight to its column of a panel.
-static void pack_codes(const IntegerShape& shape, const uint8_t* q, char* to) {
-  int64_t step = are_nibbles(shape.words()) ? 2 * QUAD : QUAD;
-  for (int64_t k = 0; k < shape.quads * QUAD; k += step, to += COLUMNS * 4) {
+static void pack_codes(const IntegerShape& shape, const uint8_t* q, int base, char* to) {
+  Words words = shape.words();
+  int upper = upper_bits(words);
+  char* tops = to + shape.lower_bytes();
+  int64_t step = are_split(words) ? 2 * QUAD : QUAD;
+  for (int64_t k = 0; k < shape.padded(); k += step, to += COLUMNS * 4) {
     uint8_t codes[2 * QUAD] = {}, word[QUAD];
-    memcpy(codes, q + k, std::clamp<int64_t>(shape.group - k, 0, step));
+    for (int64_t i = 0; i < std::clamp<int64_t>(shape.group - k, 0, step); i++)
+      codes[i] = q[k + i] - base;
     for (int i = 0; i < QUAD; i++)
       word[i] = step == QUAD ? codes[i] ^ (ARE_UNSIGNED ? 0 : 0x80)
                              : (codes[i] & 15) | (codes[QUAD + i] & 15) << 4;
     memcpy(to, word, QUAD);
+    for (int i = 0; upper && i < step; i++) {
+      int64_t four = k / QUAD + i / QUAD, per_word = 8 / upper;
+      tops[four / per_word * COLUMNS * 4 + i % QUAD] |=
+          codes[i] >> 4 << four % per_word * upper;
+    }
   }
 }
 
-static void pack_panel(const PackCodes& a, const IntegerShape& shape, int64_t panel) {
+// Write the numbers of a block's groups to its column. `counts` bytes after the numbers begin those
+// of the first group, and `between` bytes further those of the next.
+static void pack_numbers(const IntegerShape& shape, const float* x, int column, char* numbers,
+                         char* counts, int64_t between) {
+  if (shape.scaling == SINGLES) {
+    memcpy(numbers + column * 4, x, 4);
+    return;
+  }
+  int number = 0;
+  if (shape.scaling == BF16S) number = std::bit_cast<uint32_t>(*x) >> 16;
+  if (shape.scaling == HALVES) number = half_of(*x);
+  if (shape.scaling == PRODUCTS) {
+    Products products = products_of(x, shape.block_groups);
+    number = products.factor;
+    for (int64_t i = 0; i < shape.block_groups; i++)
+      counts[i * between + column] = products.counts[i];
+  }
+  uint16_t bits = number;
+  memcpy(numbers + column * 2, &bits, 2);
+}
+
+static void pack_block(const PackIntegers& a, const IntegerShape& shape, int64_t row,
+                       int64_t first, int column, char* border) {
+  int64_t at = row * shape.num_groups + first;
+  char* counts = border + shape.counts_at();
+  int64_t between = (1 + shape.has_offsets) * COLUMNS;
+  pack_numbers(shape, a.scale + at, column, border, counts, between);
+  if (a.offset)
+    pack_numbers(shape, a.offset + at, column, border + shape.numbers_bytes(), counts + COLUMNS,
+                 between);
+  if (a.zero) ((int16_t*)(border + shape.zeros_at()))[column] = shape.stored_zero(a.zero[at]);
+  char* to = border + shape.border_bytes() + column * 4;
+  for (int64_t g = first; g < first + shape.block_groups; g++, to += shape.code_bytes())
+    pack_codes(shape, a.q + row * a.K + g * shape.group, a.base, to);
+}
+
+static void pack_panel(const PackIntegers& a, const IntegerShape& shape, int64_t panel) {
   char* to = a.packed + panel * shape.panel_bytes();
   memset(to, 0, shape.panel_bytes());  // padding columns have scales of 0
-  for (int64_t g = 0; g < shape.num_groups; g++, to += shape.group_bytes())
+  for (int64_t g = 0; g < shape.num_groups; g += shape.block_groups, to += shape.block_bytes())
     for (int column = 0; column < COLUMNS; column++) {
       bool is_second = a.is_gated && column >= COLUMNS / 2;
       int64_t row = panel * panel_columns(a.is_gated) + column - is_second * COLUMNS / 2;
       if (row >= a.N) continue;
-      row += is_second * a.N;
-      int64_t at = row * shape.num_groups + g;
-      pack_codes(shape, a.q + row * a.K + g * shape.group, to + column * 4);
-      memcpy(to + shape.code_bytes() + column * 4, a.scale + at, sizeof(float));
-      if (a.offset) memcpy(to + shape.offsets_at() + column * 4, a.offset + at, sizeof(float));
-      if (a.zero) ((int16_t*)(to + shape.zeros_at()))[column] = shape.stored_zero(a.zero[at]);
+      pack_block(a, shape, row + is_second * a.N, g, column, to);
     }
 }
 
@@ -156,7 +201,7 @@ template <class Source> struct IntegerMultiplier {
   bool decodes(Range slab) const {
     int64_t n = slab.end - slab.begin;
     bool are_few = n <= FEW_BLOCKS * Path::max_rows(shape.words());
-    return are_nibbles(shape.words()) && (uses_tiles(n) || !are_few);
+    return are_split(shape.words()) && (uses_tiles(n) || !are_few);
   }
   int64_t num_blocks(Range slab) const {
     int64_t n = slab.end - slab.begin;
@@ -176,7 +221,7 @@ template <class Source> struct IntegerMultiplier {
   void quantize_block(Range block) const {
     int64_t n = block.end - block.begin, padded = shape.padded();
     RowCodes to{codes_of(block), n * padded, padded, groups_of(block), n,
-                shape.has_zeros ? 0 : shape.zero()};
+                shape.has_zeros ? 0 : shape.middle()};
     for (int64_t r = block.begin; r < block.end; r++, to.codes += padded, to.groups++)
       quantize_row(a.row<Source>(r), num_groups, shape.group, to);
   }
@@ -216,27 +261,20 @@ template <class Source> struct IntegerMultiplier {
   }
   // Decode a panel's codes for all blocks of rows.
   Words decode(IntegerPart& part, Words words) {
-    part.words_bytes = shape.quads * COLUMNS * 4;
-    char* to = word_memory.at_least(num_groups * part.words_bytes);
+    char* to = word_memory.at_least(num_groups * part.decoded_bytes);
     Path::decode(part, words, to);
-    part.words = to;
+    part.decoded = to;
     part.next = nullptr;
-    return words == INDICES ? BYTES : DECODED;
+    return words == NIBBLES ? DECODED : BYTES;
   }
   IntegerPart part_of(int64_t p, const char* next, float* totals) const {
-    return {.codes = nullptr,
+    return {.shape = shape,
+            .codes = nullptr,
             .groups = nullptr,
-            .num_groups = num_groups,
-            .quads = shape.quads,
             .codes_bytes = 0,
             .num_rows = 0,
-            .words = panel(p),
             .panel = panel(p),
-            .words_bytes = shape.group_bytes(),
-            .group_bytes = shape.group_bytes(),
-            .scales_at = shape.code_bytes(),
-            .offsets_at = shape.has_offsets ? shape.offsets_at() : 0,
-            .zeros_at = shape.has_zeros ? shape.zeros_at() : 0,
+            .decoded = nullptr,
             .table = shape.has_table ? (const char*)a.packed + shape.table_at() : nullptr,
             .next = next,
             .totals = totals};
@@ -260,7 +298,7 @@ static void multiply_of(const Maps& maps, const IntegerShape& shape, Team& team)
 void multiply_integers(const Maps& maps, Team& team) {
   const Linear& a = maps.each;
   IntegerShape shape{a.N, a.K, a.bits, a.group, a.has_zeros != 0, a.has_offsets != 0,
-                     a.has_table != 0, a.is_gated()};
+                     a.has_table != 0, a.is_gated(), a.zero, a.scaling};
   if (a.is_bf16) multiply_of<bf16>(maps, shape, team);
   else multiply_of<float>(maps, shape, team);
 }
@@ -269,16 +307,29 @@ extern "C" {
 // Return the number of bytes of a packed weight.
 int64_t specserve_integer_bytes(int64_t N, int64_t K, int64_t bits, int64_t group,
                                 int64_t has_zeros, int64_t has_offsets, int64_t has_table,
-                                int64_t is_gated) {
-  IntegerShape shape{N,   K, bits, group, has_zeros != 0, has_offsets != 0, has_table != 0,
-                     is_gated != 0};
+                                int64_t scaling, int64_t is_gated) {
+  IntegerShape shape{N, K, bits, group, has_zeros != 0, has_offsets != 0, has_table != 0,
+                     is_gated != 0, 0, scaling};
   return shape.packed_bytes();
 }
 
+// Return which forms besides SINGLES represent all numbers exactly: bit 1 << BF16S, and so on. Each
+// block of `block` numbers has one factor; 0: there are no blocks.
+int64_t specserve_scalings(const float* x, int64_t count, int64_t block) {
+  bool are_bf16 = true, are_halves = true, are_products = block > 0;
+  for (int64_t i = 0; i < count && (are_halves || are_bf16); i++) {
+    are_bf16 &= (std::bit_cast<uint32_t>(x[i]) & 0xffff) == 0;
+    are_halves &= half_of(x[i]) >= 0;
+  }
+  for (int64_t i = 0; i < count && are_products; i += block)
+    are_products = products_of(x + i, block).factor >= 0;
+  return are_bf16 << BF16S | are_halves << HALVES | are_products << PRODUCTS;
+}
+
 void specserve_pack_integers(const void* args, const Step&, Team& team) {
-  const PackCodes& a = *(const PackCodes*)args;
+  const PackIntegers& a = *(const PackIntegers*)args;
   IntegerShape shape{a.N, a.K, a.bits, a.group, a.zero != nullptr, a.offset != nullptr,
-                     a.table != nullptr, a.is_gated != 0};
+                     a.table != nullptr, a.is_gated != 0, 0, a.scaling};
   for (int64_t p = team.take(); p < shape.num_panels(); p = team.take()) {
     char* table = a.packed + shape.table_at();
     for (int i = 0; i < 64 && p == 0 && a.table; i++) table[i] = a.table[i % 16] + BYTE_ZERO;

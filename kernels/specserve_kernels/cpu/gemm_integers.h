@@ -1,14 +1,20 @@
 // The layout of coded weights whose rows are quantized too, and their products on vectors.
 //
-// A panel has 32 columns and holds its groups one after the other. A group consists of four arrays.
-//   Codes, padded to a multiple of eight with any codes, because rows are padded with zeros.
-//   Scales: [32] float.
-//   Offsets, if the weight has any: [32] float.
+// A panel has 32 columns and holds its blocks of groups one after the other. A block consists of the
+// border of its groups, and then of each group's codes. A block is one group, or BLOCK columns of K
+// for scales that are PRODUCTS. A border consists of up to three arrays.
+//   Scales: [32] numbers.
+//   Offsets, if the weight has any: [32] numbers.
 //   Zeros, if the weight has any: [32] short.
+// PRODUCTS have [32] factors instead of numbers; [32] bytes per group for the scales and then for
+// the offsets follow the factors.
 //
-// Codes are words of a column: four consecutive 8-bit codes, or eight consecutive 4-bit codes. The
-// first four of the eight are in the lower halves of the word's bytes, the others in the upper
-// halves. A table of 4-bit codes, if there is one, follows the panels: its 16 bytes, repeated to
+// Codes are words of a column, padded to a multiple of eight codes with any codes, because rows are
+// padded with zeros. A word has four consecutive 8-bit codes, or the lowest four bits of eight
+// consecutive codes. The first four of the eight are in the lower halves of the word's bytes, the
+// others in the upper halves. The upper bits of codes of 5 or 6 bits follow as words of their own:
+// byte i of such a word has those of code i of eight or four consecutive fours, the first four
+// lowest. A table of 4-bit codes, if there is one, follows the panels: its 16 bytes, repeated to
 // fill a cache line. 8-bit codes and tables are stored as `dot.h` multiplies them.
 #pragma once
 
@@ -17,67 +23,119 @@
 
 #include "dot.h"
 #include "gemm.h"
+#include "numbers.h"
 #include "row_codes.h"
 
 constexpr int64_t QUAD = 4;  // values per word of a row
 
 // How the words of a group are stored. DECODED: 4-bit codes that were decoded to one byte each.
-enum Words { BYTES, DECODED, NIBBLES, INDICES };
-constexpr bool are_nibbles(Words words) { return words == NIBBLES || words == INDICES; }
-constexpr bool are_small(Words words) { return words == NIBBLES || words == DECODED; }
+enum Words { BYTES, DECODED, NIBBLES, FIVES, SIXES, INDICES };
+constexpr bool are_split(Words words) { return words >= NIBBLES; }  // two fours per word
+constexpr bool are_small(Words words) { return words != BYTES && words != INDICES; }
+// Upper bits of a code that separate words hold.
+constexpr int upper_bits(Words words) { return words == FIVES ? 1 : words == SIXES ? 2 : 0; }
 
 struct IntegerShape {
-  int64_t N, K, bits, group;
+  int64_t N, K, bits, group;  // 5 bits have groups of 32, 6 bits groups of 16
   bool has_zeros, has_offsets, has_table, is_gated;
+  int64_t zero;      // stored number that stands for 0 if there are no zeros; for 8 bits: ignored
+  int64_t scaling;   // Scaling
   int64_t num_groups = K / group;
   int64_t quads = divide_up(group, 2 * QUAD) * 2;  // per group
+  int64_t block_groups = scaling == PRODUCTS ? BLOCK / group : 1;
 
   int64_t num_panels() const { return divide_up(N, panel_columns(is_gated)); }
-  Words words() const { return has_table ? INDICES : bits == 4 ? NIBBLES : BYTES; }
-  int64_t code_bytes() const { return quads * QUAD * COLUMNS * bits / 8; }
-  int64_t offsets_at() const { return code_bytes() + COLUMNS * sizeof(float); }
-  int64_t zeros_at() const { return offsets_at() + has_offsets * COLUMNS * sizeof(float); }
-  int64_t group_bytes() const { return zeros_at() + has_zeros * COLUMNS * sizeof(int16_t); }
-  int64_t panel_bytes() const { return num_groups * group_bytes(); }
+  Words words() const {
+    return has_table ? INDICES : bits == 4 ? NIBBLES : bits == 5 ? FIVES : bits == 6 ? SIXES : BYTES;
+  }
+  int64_t lower_bytes() const { return quads * QUAD * COLUMNS * (bits < 8 ? 4 : 8) / 8; }
+  int64_t code_bytes() const {
+    return lower_bytes() + divide_up(quads * upper_bits(words()), 8) * COLUMNS * 4;
+  }
+  int64_t numbers_bytes() const { return COLUMNS * (scaling == SINGLES ? 4 : 2); }
+  int64_t counts_at() const { return (1 + has_offsets) * numbers_bytes(); }
+  int64_t zeros_at() const {
+    int64_t counts = scaling == PRODUCTS ? block_groups * (1 + has_offsets) * COLUMNS : 0;
+    return counts_at() + counts;
+  }
+  int64_t border_bytes() const { return zeros_at() + has_zeros * COLUMNS * sizeof(int16_t); }
+  int64_t block_bytes() const { return border_bytes() + block_groups * code_bytes(); }
+  int64_t panel_bytes() const { return num_groups / block_groups * block_bytes(); }
   int64_t table_at() const { return num_panels() * panel_bytes(); }
   int64_t packed_bytes() const { return table_at() + has_table * 64; }
   int64_t padded() const { return quads * QUAD; }  // values of a group
   // Return the stored number that stands for 0 if there are no zeros.
-  int zero() const { return words() == NIBBLES ? SMALL_ZERO : BYTE_ZERO; }
+  int middle() const { return bits < 8 && !has_table ? zero : BYTE_ZERO; }
   int16_t stored_zero(uint8_t zero) const { return bits == 4 ? zero : zero - 128 + BYTE_ZERO; }
 };
 
 // A block of rows times a panel.
 struct IntegerPart {
+  const IntegerShape& shape;
   const int8_t* codes;     // of the first group: [rows][quads] words
   const RowGroup* groups;  // of the first group: [rows]
-  int64_t num_groups, quads;
   int64_t codes_bytes, num_rows;  // between groups: bytes of `codes`, elements of `groups`
-  const char *words, *panel;      // of the first group; equal unless the words are decoded
-  int64_t words_bytes, group_bytes;         // between groups
-  int64_t scales_at, offsets_at, zeros_at;  // 0: none
+  const char* panel;
+  const char* decoded;   // of the first group, or null
   const char* table;
   const char* next;  // panel to prefetch after this one; null: nothing is prefetched
   float* totals;     // [rows][32]
 
+  int64_t num_groups = shape.num_groups, quads = shape.quads;
+  int64_t code_bytes = shape.code_bytes(), border_bytes = shape.border_bytes();
+  int64_t block_groups = shape.block_groups, block_bytes = shape.block_bytes();
+  int64_t lower_bytes = shape.lower_bytes(), decoded_bytes = shape.quads * COLUMNS * 4;
+  int64_t counts_at = shape.counts_at(), zeros_at = shape.zeros_at();
+  Scaling scaling = Scaling(shape.scaling);
+  bool has_offsets = shape.has_offsets, has_zeros = shape.has_zeros;
+
   const RowGroup& row(int r, int64_t group) const { return groups[group * num_rows + r]; }
 };
 
-// Add a group's sum to a row's total, in WORDS columns of a panel's group.
-static INLINE rf add_group_sum(const IntegerPart& part, const RowGroup& row, const char* group,
-                               int column, ri sum, rf total) {
-  const char* floats = group + column * sizeof(float);
-  if (part.offsets_at) {
-    rf offset = (rf)load_words(floats + part.offsets_at);
-    total = multiply_add(broadcast(row.product), offset, total);
+// The place of a group in a panel. Groups are visited in order.
+struct GroupPlace {
+  const char *border, *codes;
+  int64_t index = 0;  // in the block
+
+  GroupPlace(const IntegerPart& part) : border(part.panel), codes(border + part.border_bytes) {}
+  void next(const IntegerPart& part) {
+    codes += part.code_bytes;
+    if (++index < part.block_groups) return;
+    index = 0;
+    border += part.block_bytes;
+    codes = border + part.border_bytes;
   }
+};
+
+// The scales, offsets and zeros of WORDS columns of a group.
+struct BorderNumbers {
+  rf scale, offset, zero;
+};
+static INLINE BorderNumbers numbers_of(const IntegerPart& part, const GroupPlace& at, int column) {
+  BorderNumbers x{};
+  const char* counts = at.border + part.counts_at + column +
+                       at.index * (part.has_offsets ? 2 : 1) * COLUMNS;
+  x.scale = load_numbers(at.border, column, part.scaling);
+  if (part.scaling == PRODUCTS) x.scale *= load_bytes(counts);
+  if (part.has_offsets) {
+    int64_t bytes = COLUMNS * (part.scaling == SINGLES ? 4 : 2);
+    x.offset = load_numbers(at.border + bytes, column, part.scaling);
+    if (part.scaling == PRODUCTS) x.offset *= load_bytes(counts + COLUMNS);
+  }
+  if (part.has_zeros) {
+    ri zero = load_shorts(at.border + part.zeros_at + column * sizeof(int16_t));
+    x.zero = __builtin_convertvector(zero, rf);
+  }
+  return x;
+}
+
+// Add a group's sum to a row's total.
+static INLINE rf add_group_sum(const IntegerPart& part, const RowGroup& row,
+                               const BorderNumbers& x, ri sum, rf total) {
+  if (part.has_offsets) total = multiply_add(broadcast(row.product), x.offset, total);
   rf number = __builtin_convertvector(sum, rf);
-  if (part.zeros_at) {
-    ri zero = load_shorts(group + part.zeros_at + column * sizeof(int16_t));
-    number = multiply_add(broadcast(row.minus_sum), __builtin_convertvector(zero, rf), number);
-  }
-  rf scale = broadcast(row.scale) * (rf)load_words(floats + part.scales_at);
-  return multiply_add(number, scale, total);
+  if (part.has_zeros) number = multiply_add(broadcast(row.minus_sum), x.zero, number);
+  return multiply_add(number, broadcast(row.scale) * x.scale, total);
 }
 
 // Products on vectors. A group's sums stay in registers. Totals stay there for up to MAX_ROWS rows.
@@ -85,8 +143,10 @@ static INLINE rf add_group_sum(const IntegerPart& part, const RowGroup& row, con
 struct IntegerVectors {
   static constexpr int MAX_ROWS = REGISTER == 64 ? 7 : 4;
   static constexpr int MAX_NIBBLE_ROWS = REGISTER == 64 ? 12 : 4;
+  static constexpr int MAX_UPPER_ROWS = REGISTER == 64 ? 8 : 4;  // of codes with upper bits
   static constexpr int max_rows(Words words) {
-    return are_nibbles(words) ? MAX_NIBBLE_ROWS : MAX_ROWS;
+    if (upper_bits(words)) return MAX_UPPER_ROWS;
+    return are_split(words) ? MAX_NIBBLE_ROWS : MAX_ROWS;
   }
   static constexpr int64_t AHEAD = 4 << 10;  // prefetch distance in bytes
 
@@ -95,31 +155,27 @@ struct IntegerVectors {
       case BYTES: return run<BYTES>(part, rows);
       case DECODED: return run<HAS_SHORT_SUMS ? DECODED : BYTES>(part, rows);
       case NIBBLES: return run<NIBBLES>(part, rows);
+      case FIVES: return run<FIVES>(part, rows);
+      case SIXES: return run<SIXES>(part, rows);
       case INDICES: return run<INDICES>(part, rows);
     }
   }
   // Inlined, because GCC drops calls of a function that only prefetches.
   static INLINE void prefetch(const IntegerPart& part, int64_t g) {
     if (!part.next) return;
-    int64_t to = g * part.group_bytes + AHEAD, end = part.num_groups * part.group_bytes;
+    int64_t each = part.block_bytes / part.block_groups;  // of a group, with a part of the border
+    int64_t to = g * each + AHEAD, end = part.num_groups * each;
     const char* from = to < end ? part.panel + to : part.next + (to - end) % end;
-    for (int64_t byte = 0; byte < part.group_bytes; byte += 64)
-      __builtin_prefetch(from + byte, 0, 0);
+    for (int64_t byte = 0; byte < each; byte += 64) __builtin_prefetch(from + byte, 0, 0);
   }
 
-  // Decode a panel's 4-bit codes to words of one byte each, [groups][quads][32].
+  // Decode a panel's codes to words of one byte each, [groups][quads][32].
   static void decode(const IntegerPart& part, Words words, char* to) {
-    rw table = table_of(part);
-    for (int64_t g = 0; g < part.num_groups; g++) {
-      const char* from = part.panel + g * part.group_bytes;
-      prefetch(part, g);
-      for (int64_t q = 0; q < part.quads; q += 2, to += 2 * COLUMNS * 4)
-        for (int c = 0; c < COLUMNS; c += WORDS, from += REGISTER) {
-          rw both = load_words(from), first = both & 0x0f0f0f0f, second = both >> 4 & 0x0f0f0f0f;
-          bool is_table = words == INDICES;
-          store_words(to + c * 4, is_table ? bytes_at(table, first) : first);
-          store_words(to + (COLUMNS + c) * 4, is_table ? bytes_at(table, second) : second);
-        }
+    switch (words) {
+      case FIVES: return decode_as<FIVES>(part, to);
+      case SIXES: return decode_as<SIXES>(part, to);
+      case INDICES: return decode_as<INDICES>(part, to);
+      default: return decode_as<NIBBLES>(part, to);
     }
   }
 
@@ -134,13 +190,45 @@ struct IntegerVectors {
   static rw table_of(const IntegerPart& part) {
     return part.table ? load_words(part.table) : rw{};
   }
+  template <Words KIND> static void decode_as(const IntegerPart& part, char* to) {
+    rw table = table_of(part);
+    GroupPlace at(part);
+    for (int64_t g = 0; g < part.num_groups; g++, at.next(part)) {
+      prefetch(part, g);
+      for (int64_t pair = 0; pair < part.quads / 2; pair++)
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; i++, to += COLUMNS * 4)
+#pragma GCC unroll 8
+          for (int c = 0; c < COLUMNS; c += WORDS)
+            store_words(to + c * 4, codes_at<KIND>(at.codes, part.lower_bytes, pair, i, c, table));
+    }
+  }
+  // Load the codes of four values, the first (i = 0) or last of eight, in WORDS columns. Those of
+  // upper bits begin `upper` bytes after a group's codes.
+  template <Words KIND>
+  static INLINE rw codes_at(const char* codes, int64_t upper, int64_t eight, int i, int column,
+                            rw table) {
+    constexpr int UPPER = upper_bits(KIND), LINE_BYTES = COLUMNS * 4;
+    codes += column * 4;
+    if constexpr (!are_split(KIND)) return load_words(codes + (2 * eight + i) * LINE_BYTES);
+    rw code = load_words(codes + eight * LINE_BYTES) >> (4 * i) & 0x0f0f0f0f;
+    if constexpr (KIND == INDICES) code = bytes_at(table, code);
+    if constexpr (UPPER > 0) {
+      constexpr int PER_WORD = 8 / UPPER;
+      int64_t four = 2 * eight + i;
+      rw bits = load_words(codes + upper + four / PER_WORD * LINE_BYTES);
+      int up = 4 - four % PER_WORD * UPPER;
+      code |= (up >= 0 ? bits << up : bits >> -up) & (UPPER == 1 ? 0x10101010 : 0x30303030);
+    }
+    return code;
+  }
   template <Words KIND> static void run(const IntegerPart& part, int rows) {
     TABLE<KIND>[rows - 1](part);
   }
   template <Words KIND, int ROWS> static void block(const IntegerPart& part) {
-    constexpr int V = across(ROWS);
+    constexpr int V = across(ROWS), USUAL = KIND == SIXES ? 4 : 8;  // quads of GGUF's groups
     for (int column = 0; column < COLUMNS; column += V * WORDS)
-      if (part.quads == 8) columns<KIND, ROWS, V, 8>(part, column);
+      if (upper_bits(KIND) || part.quads == USUAL) columns<KIND, ROWS, V, USUAL>(part, column);
       else columns<KIND, ROWS, V, 0>(part, column);
   }
   // Unrolled, because registers cannot be indexed; otherwise sums would be in memory.
@@ -162,69 +250,68 @@ struct IntegerVectors {
       else store_words(total_at(r, v), rw{});
     });
     rw table = table_of(part);
-    for (int64_t g = 0; g < part.num_groups; g++) {
+    GroupPlace at(part);
+    for (int64_t g = 0; g < part.num_groups; g++, at.next(part)) {
       if (column == 0) prefetch(part, g);
       ri sums[ROWS][V];
       each<ROWS, V>(
           [&](int r, int v) { sums[r][v] = broadcast_integer(part.row(r, g).start); });
-      add_group<KIND>(part, g, QUADS ? QUADS : part.quads, column, table, sums);
-      const char* border = part.panel + g * part.group_bytes;
-      each<ROWS, V>([&](int r, int v) {
-        rf before = IN_REGISTERS ? totals[r][v] : (rf)load_words(total_at(r, v));
-        rf total = add_group_sum(part, part.row(r, g), border, column + v * WORDS, sums[r][v],
-                                 before);
-        if (IN_REGISTERS) totals[r][v] = total;
-        else store_words(total_at(r, v), (rw)total);
-      });
+      const char* codes = part.decoded ? part.decoded + g * part.decoded_bytes : at.codes;
+      add_group<KIND>(part, g, codes, QUADS ? QUADS : part.quads, column, table, sums);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; v++) {
+        BorderNumbers x = numbers_of(part, at, column + v * WORDS);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) {
+          rf before = IN_REGISTERS ? totals[r][v] : (rf)load_words(total_at(r, v));
+          rf total = add_group_sum(part, part.row(r, g), x, sums[r][v], before);
+          if (IN_REGISTERS) totals[r][v] = total;
+          else store_words(total_at(r, v), (rw)total);
+        }
+      }
     }
     if (!IN_REGISTERS) return;
     each<ROWS, V>([&](int r, int v) { store_words(total_at(r, v), (rw)totals[r][v]); });
   }
   // Add the products of one group.
   template <Words KIND, int ROWS, int V>
-  static INLINE void add_group(const IntegerPart& part, int64_t g, int64_t quads, int column,
-                               rw table, ri (&sums)[ROWS][V]) {
+  static INLINE void add_group(const IntegerPart& part, int64_t g, const char* codes,
+                               int64_t quads, int column, rw table, ri (&sums)[ROWS][V]) {
     constexpr bool IN_RUNS = HAS_SHORT_SUMS && are_small(KIND);
+    constexpr int64_t RUN = SHORT_RUN >> upper_bits(KIND);
     const int8_t* x = part.codes + g * part.codes_bytes;
-    const char* words = part.words + g * part.words_bytes + column * 4;
+    const int64_t upper = quads / 2 * COLUMNS * 4;  // bytes of the lower bits
     for (int64_t begin = 0, end; begin < quads; begin = end) {
-      end = IN_RUNS ? std::min(begin + SHORT_RUN, quads) : quads;
+      end = IN_RUNS ? std::min(begin + RUN, quads) : quads;
       ri run[ROWS][V];
       each<ROWS, V>([&](int r, int v) { run[r][v] = IN_RUNS ? ri{} : sums[r][v]; });
 #pragma GCC unroll 4
-      for (int64_t quad = begin; quad < end; quad += 2) {
-        add_pair<KIND>(x, quads * QUAD, words, table, run);
-        x += 2 * QUAD;
-        words += (are_nibbles(KIND) ? 1 : 2) * COLUMNS * 4;
-      }
+      for (int64_t pair = begin / 2; pair < end / 2; pair++)
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; i++) {
+          rw loaded[V];
+#pragma GCC unroll 8
+          for (int v = 0; v < V; v++)
+            loaded[v] = codes_at<KIND>(codes, upper, pair, i, column + v * WORDS, table);
+          add_quad<KIND>(x + (2 * pair + i) * QUAD, quads * QUAD, loaded, run);
+        }
       each<ROWS, V>([&](int r, int v) {
         sums[r][v] = IN_RUNS ? add_shorts(sums[r][v], run[r][v]) : run[r][v];
       });
     }
   }
-  // Add the products of two quads; rows are `stride` bytes apart.
+  // Add the products of one four of values; rows are `stride` bytes apart.
   template <Words KIND, int ROWS, int V>
-  static INLINE void add_pair(const int8_t* x, int64_t stride, const char* words, rw table,
+  static INLINE void add_quad(const int8_t* x, int64_t stride, const rw (&loaded)[V],
                               ri (&sums)[ROWS][V]) {
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++) {
-      rw loaded[V];
-#pragma GCC unroll 8
-      for (int v = 0; v < V; v++) {
-        const char* at = words + v * REGISTER;
-        if constexpr (!are_nibbles(KIND)) loaded[v] = load_words(at + i * COLUMNS * 4);
-        else loaded[v] = load_words(at) >> (4 * i) & 0x0f0f0f0f;
-        if constexpr (KIND == INDICES) loaded[v] = bytes_at(table, loaded[v]);
-      }
 #pragma GCC unroll 16
-      for (int r = 0; r < ROWS; r++) {
-        uint32_t quad;
-        memcpy(&quad, x + r * stride + i * QUAD, sizeof quad);
+    for (int r = 0; r < ROWS; r++) {
+      uint32_t quad;
+      memcpy(&quad, x + r * stride, sizeof quad);
 #pragma GCC unroll 8
-        for (int v = 0; v < V; v++)
-          sums[r][v] = are_small(KIND) ? add_small_dot(sums[r][v], loaded[v], quad)
-                                       : add_dot(sums[r][v], loaded[v], quad);
-      }
+      for (int v = 0; v < V; v++)
+        sums[r][v] = are_small(KIND) ? add_small_dot(sums[r][v], loaded[v], quad)
+                                     : add_dot(sums[r][v], loaded[v], quad);
     }
   }
 

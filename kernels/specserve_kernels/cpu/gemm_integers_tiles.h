@@ -47,10 +47,11 @@ struct IntegerTiles {
     alignas(64) int32_t sums[MAX_ROWS * COLUMNS];
     const int64_t stride = part.quads * QUAD;
     memset(part.totals, 0, rows * COLUMNS * sizeof(float));
-    for (int64_t g = 0; g < part.num_groups; g++) {
+    GroupPlace at(part);
+    for (int64_t g = 0; g < part.num_groups; g++, at.next(part)) {
       IntegerVectors::prefetch(part, g);
       const int8_t* x = part.codes + g * part.codes_bytes;
-      const char* words = part.words + g * part.words_bytes;
+      const char* words = part.decoded ? part.decoded + g * part.decoded_bytes : at.codes;
       zero_tile(0);
       zero_tile(1);
       if constexpr (HAS_SECOND) {
@@ -78,19 +79,20 @@ struct IntegerTiles {
         store_tile(2, sums + 16 * COLUMNS, LINE_BYTES);
         store_tile(3, sums + 16 * COLUMNS + 16, LINE_BYTES);
       }
-      fold(part, rows, g, sums);
+      fold(part, at, rows, g, sums);
     }
   }
-  static void fold(const IntegerPart& part, int rows, int64_t g, const int32_t* sums) {
-    const char* border = part.panel + g * part.group_bytes;
-    for (int r = 0; r < rows; r++)
-      for (int column = 0; column < COLUMNS; column += WORDS) {
+  static void fold(const IntegerPart& part, const GroupPlace& at, int rows, int64_t g,
+                   const int32_t* sums) {
+    for (int column = 0; column < COLUMNS; column += WORDS) {
+      BorderNumbers x = numbers_of(part, at, column);
+      for (int r = 0; r < rows; r++) {
         const RowGroup& row = part.row(r, g);
         ri sum = (ri)load_words(sums + r * COLUMNS + column) + broadcast_integer(row.start);
         float* total = part.totals + r * COLUMNS + column;
-        rf before = (rf)load_words(total);
-        store_words(total, (rw)add_group_sum(part, row, border, column, sum, before));
+        store_words(total, (rw)add_group_sum(part, row, x, sum, (rf)load_words(total)));
       }
+    }
   }
 };
 #endif

@@ -19,6 +19,7 @@ struct Linear {
   int64_t N, K, epilogue;
   int64_t bits, group, has_zeros, has_offsets;  // of coded weights; bits is 0 for plain ones
   int64_t rounds_rows, has_table;
+  int64_t zero, scaling;  // of IntegerShape
   float factor;           // for ADD
   const int32_t* order;   // [R]  rows of x, or null: all
   const float* added;     // [A, columns]  adapter sums; null: none

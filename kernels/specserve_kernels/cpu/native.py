@@ -58,6 +58,7 @@ class Linear(Structure):
     _fields_ = [
         *declared("i64 is_bf16 domain ptr x packed bias out"),
         *declared("i64 N K epilogue bits group has_zeros has_offsets rounds_rows has_table"),
+        *declared("i64 zero scaling"),
         *declared("f32 factor ptr order added places f32 limit"),
     ]
 
@@ -144,17 +145,25 @@ def run(ops: Any, step: StepStruct, threads: int) -> None:
     _run_list(build.kernels().library)(byref(ops), len(ops), byref(step), threads)
 
 
-def code_bytes(
-    N: int, K: int, form: tuple[int, int, bool, bool, bool], is_gated: bool, rounds_rows: bool
-) -> int:
-    """Size of a packed weight of codes.
+def code_bytes(N: int, K: int, form: tuple[int, int, bool, bool, bool], is_gated: bool) -> int:
+    """Size of a packed weight of codes without `rounds_rows`.
 
     form  bits, group, whether the codes have zeros, offsets, a table
     """
-    library = build.kernels().library
-    count = library.specserve_integer_bytes if rounds_rows else library.specserve_code_bytes
-    count.argtypes, count.restype = [c_int64] * 8, c_int64
-    return int(count(N, K, *form, is_gated))
+    return int(call("code_bytes", c_int64, *map(c_int64, (N, K, *form, is_gated))))
+
+
+def integer_bytes(N: int, K: int, coding: Any, is_gated: bool) -> int:
+    """Size of a packed weight of codes with `rounds_rows`."""
+    c = coding
+    form = c.bits, c.group, c.has_zeros, c.has_offsets, c.has_table, c.scaling
+    return int(call("integer_bytes", c_int64, *map(c_int64, (N, K, *form, is_gated))))
+
+
+def scalings(numbers: Tensor, block: int) -> int:
+    """The forms that represent scales or offsets exactly, as bits; see `numbers.h`."""
+    args = c_void_p(numbers.data_ptr()), c_int64(numbers.numel()), c_int64(block)
+    return int(call("scalings", c_int64, *args))
 
 
 def packed_words(N: int, K: int, value_bytes: int, is_gated: bool) -> int:

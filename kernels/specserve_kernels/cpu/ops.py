@@ -1,6 +1,6 @@
 """The C++ kernels as functions on tensors: each call runs a list of one op."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import Structure, addressof
 from math import isqrt
 from typing import Any, NamedTuple
@@ -69,10 +69,16 @@ def run(
 
 
 def prepack(weight: Tensor | Codes, is_gated: bool = False) -> Packed:
+    return prepack_as(weight, is_gated, None)
+
+
+def prepack_as(weight: Tensor | Codes, is_gated: bool, wider: Coding | None) -> Packed:
+    """Pack a weight. `wider` is the `common_form` of it and others; None: its narrowest form."""
     if isinstance(weight, Codes):
         _check(weight)
-        rounds_whole_rows = weight.rounds_rows and weight.are_whole_rows
-        return (_prepack_rounding if rounds_whole_rows else _prepack_codes)(weight, is_gated)
+        if weight.rounds_rows and weight.are_whole_rows:
+            return _prepack_rounding(weight, is_gated)
+        return _prepack_codes(weight, is_gated, wider)
     words, N = _pack(weight, is_gated)
     return Packed(words, N, weight.shape[1], is_gated, weight.dtype)
 
@@ -97,22 +103,86 @@ def _prepack_rounding(codes: Codes, is_gated: bool) -> Packed:
     return Packed(words, N, K, is_gated, Coding(8, K, False, False, True))
 
 
-def _prepack_codes(codes: Codes, is_gated: bool) -> Packed:
-    bits, group, q, scale, zero, offset, rounds_rows, table = codes.centered()
+def _prepack_codes(codes: Codes, is_gated: bool, wider: Coding | None) -> Packed:
+    codes = codes.without_zeros() if codes.rounds_rows else codes.centered()
+    bits, group, q, scale, zero, offset, rounds_rows, table = codes
     q, scale = q.contiguous(), scale.contiguous()
     zero, offset = (None if x is None else x.contiguous() for x in (zero, offset))
     rows, K = q.shape
     N = rows // 2 if is_gated else rows
     form = bits, group, zero is not None, offset is not None
     values = None if table is None else torch.tensor(table, dtype=torch.int8)
-    words = allocate(native.code_bytes(N, K, (*form, table is not None), is_gated, rounds_rows))
+    coding, base = Coding(*form, rounds_rows, table is not None), 0
+    if rounds_rows:
+        narrow = _narrow_form(codes, coding) if wider is None else wider
+        base = 128 - narrow.zero if coding.bits == 8 and narrow.bits < 8 else 0
+        coding = narrow
+        words = allocate(native.integer_bytes(N, K, coding, is_gated))
+    else:
+        words = allocate(native.code_bytes(N, K, (*form, table is not None), is_gated))
     pointers = (
         None if x is None else x.data_ptr() for x in (q, zero, scale, offset, values, words)
     )
-    fields = "ptr q zero scale offset table packed i64 N K bits group is_gated"
-    args = native.filled(fields, *pointers, N, K, bits, group, is_gated)
+    numbers = N, K, coding.bits, group, is_gated
+    fields = "ptr q zero scale offset table packed i64 N K bits group is_gated base scaling"
+    args = native.filled(fields, *pointers, *numbers, base, coding.scaling)
     run("pack_integers" if rounds_rows else "pack_codes", args, 1, codes.q.numel())
-    return Packed(words, N, K, is_gated, Coding(*form, rounds_rows, table is not None))
+    return Packed(words, N, K, is_gated, coding)
+
+
+# Bits, the least code, and the groups of intervals of 8-bit codes that fewer bits hold.
+INTERVALS = (4, 120, 0), (4, 128, 0), (5, 112, 32), (5, 128, 32), (6, 96, 16), (6, 128, 16)
+
+
+def _narrowest(low: int, high: int, group: int) -> tuple[int, int]:
+    """Return the fewest bits that hold 8-bit codes from `low` to `high`, and the code of 0 if the
+    least code becomes 0.
+    """
+    for bits, base, only in INTERVALS:
+        if only in (0, group) and base <= low and high < base + (1 << bits):
+            return bits, 128 - base
+    return 8, 0
+
+
+def _narrow_form(codes: Codes, coding: Coding) -> Coding:
+    """Return the smallest form that represents codes that round rows exactly."""
+    if codes.bits == 8 and codes.zero is None:
+        low, high = (int(x) for x in codes.q.aminmax())
+        bits, zero = _narrowest(low, high, codes.group)
+    else:
+        bits, zero = codes.bits, codes.middle if codes.bits == 4 else 0
+    scaling = _scaling(codes.q.shape[1], codes.group, codes.scale, codes.offset)
+    return coding._replace(bits=bits, zero=zero, scaling=scaling)
+
+
+def common_form(forms: Iterable[Coding]) -> Coding | None:
+    """Return a form of all codes of narrow forms; None: they differ in more than that."""
+    first, *others = forms
+    for other in others:
+        if first._replace(bits=other.bits, zero=other.zero, scaling=other.scaling) != other:
+            return None
+        if (first.bits, first.zero) != (other.bits, other.zero):
+            both = [f if f.bits < 8 else f._replace(zero=128) for f in (first, other)]
+            low = min(128 - f.zero for f in both)
+            high = max(127 - f.zero + (1 << f.bits) for f in both)
+            bits, zero = _narrowest(low, high, first.group)
+            first = first._replace(bits=bits, zero=zero)
+        if first.scaling != other.scaling:
+            first = first._replace(scaling=SINGLES)
+    return first
+
+
+SINGLES, BF16S, HALVES, PRODUCTS = range(4)  # Scaling in numbers.h
+BLOCK = 256  # columns with a common factor, as in numbers.h
+
+
+def _scaling(K: int, group: int, scale: Tensor, offset: Tensor | None) -> int:
+    """Return the first form that represents all scales and offsets exactly."""
+    block = BLOCK // group if K % BLOCK == 0 and BLOCK % group == 0 else 0
+    exact = native.scalings(scale, block)
+    if offset is not None:
+        exact &= native.scalings(offset, block)
+    return next((form for form in (BF16S, HALVES, PRODUCTS) if exact >> form & 1), SINGLES)
 
 
 def _check(codes: Codes) -> None:

@@ -16,7 +16,7 @@ def rounded_products(x: Tensor, codes: Codes) -> Tensor:
     total = fma(row scale * sum of row codes, offset, total). All CPU levels with FMA instructions
     have the same bits.
     """
-    codes = codes.centered()
+    codes = codes.without_zeros()
     N, K = codes.q.shape
     num_groups = codes.scale.shape[1]
     rows, scales = quantize(x.float().view(len(x), num_groups, K // num_groups), torch.int8)
