@@ -39,13 +39,15 @@ NAMES = ARCHITECTURES | {"Qwen3_5ForCausalLM": "qwen35", "Lfm2ForCausalLM": "lfm
 Q4_K_M, Q8_0 = "Q4_K_M", "Q8_0"  # mixtures of block types, by their names in llama.cpp
 MIXTURES = Q4_K_M, Q8_0
 STD = 0.02  # standard deviation of weights
-# What layers add to hidden states, as a part of what these weights would add. Attention and recurrent
-# layers add nothing, so the next token depends on the last one only. A repeated prompt then has a
-# repeated response, as n-gram lookup needs. The first MLP adds most, so that no token follows itself
-# and roundings change few tokens.
-MIXERS = dict.fromkeys(("attn_output", "ssm_out", "shortconv.out_proj"), 0.0)
-PARTS = MIXERS | {"ffn_down": 0.25}
-FIRST = {"blk.0.ffn_down": 4.0}
+# Factors of the weights that add to hidden states. Attention and recurrent layers add nothing, so
+# the next token depends on the last one only. A repeated prompt then has a repeated response, as
+# n-gram lookup needs. The first MLP adds most: no token follows itself, and rounding changes few.
+FACTORS = {
+    "attn_output": 0.0,
+    "ssm_out": 0.0,
+    "shortconv.out_proj": 0.0,
+    "blk.0.ffn_down": 64.0,
+}
 FLOATS = ("ssm_conv1d.weight", "shortconv.conv.weight")  # matrices that are never quantized
 
 
@@ -78,11 +80,9 @@ def main() -> int:
 
 
 def write_shape(
-    fields: Mapping[str, Any], mixture: str, file: Path, parts: Mapping[str, float] = PARTS | FIRST
+    fields: Mapping[str, Any], mixture: str, file: Path, factors: Mapping[str, float] = FACTORS
 ) -> None:
-    """Write a file that is the same for the same arguments. `parts` are those of maps, by the ends
-    of their names; the last one counts.
-    """
+    """Write a file; the same arguments give the same bytes. `factors` are by the ends of names."""
     config = as_stored(parse_config.parse({**fields, "max_position_embeddings": POSITIONS}))
     architecture = NAMES[config.architecture]
     shapes = files_shapes(places(config, OF_GGUF[architecture]))
@@ -105,8 +105,8 @@ def write_shape(
         if kinds[name] == "F32":
             writer.write_tensor_data(floats(name, shape, dice))
             continue
-        found = [part for end, part in parts.items() if name.removesuffix(".weight").endswith(end)]
-        writer.write_tensor_data(blocks(kinds[name], shape, STD * [1.0, *found][-1], dice))
+        ends = (factor for end, factor in factors.items() if name.endswith(f"{end}.weight"))
+        writer.write_tensor_data(blocks(kinds[name], shape, STD * next(ends, 1.0), dice))
     writer.close()
 
 

@@ -20,6 +20,7 @@ MEANINGS = {  # in the summary
     "TPOT ms": "TPOT, ms",
     "TTFT 300 ms": "TTFT, 300-token prompt, ms",
     "TTFT 1000 ms": "TTFT, 1,000-token prompt, ms",
+    "TTFT 8000 ms": "TTFT, 8,000-token prompt, ms",
     "batch step ms": "{batch} concurrent requests, step time, ms",
     "batch tokens/s": "{batch} concurrent requests, tokens/s",
     "TPOT with drafting ms": "TPOT, ms",

@@ -132,7 +132,8 @@ class LlamaModel:
 
     def cut(self, length: int) -> None:
         memory = self.api.llama_get_memory(self.context)
-        self.api.llama_memory_seq_rm(memory, 0, length, -1)
+        if not self.api.llama_memory_seq_rm(memory, 0, length, -1):
+            raise EngineError("llama.cpp cannot drop tokens from the state of this model")
 
     def decode(self, rows: list[BatchRow]) -> list[int]:
         for i, row in enumerate(rows):
