@@ -92,11 +92,11 @@ def test_a_shape_without_whole_blocks_is_refused(tmp_path, capsys):
         write_shape(tiny("qwen3-0.6b") | {"intermediate_size": 800}, "Q4_K_M", tmp_path / "m.gguf")
 
 
-def test_a_response_is_quoted_with_edits_between_equal_starts():
+def test_a_response_is_quoted_with_edits_between_equal_ends_of_a_prompt():
     case = PeerCase("drafting", [[*range(300)]], 64)
     response = [*range(1000, 1064)]
     [prompt] = case.quoting([response]).prompts
-    assert prompt[:118] == prompt[-118:] == [*range(118)]
+    assert prompt[:118] == prompt[-118:] == [*range(182, 300)]
     quoted = prompt[118:-118]
     places = [i for i in range(64) if quoted[i] != response[i]]
     assert places == [*range(EDITED - 1, 64, EDITED)]

@@ -25,9 +25,9 @@ class PeerCase(NamedTuple):
     num_tokens: int
     is_batch: bool = False
 
-    def short(self) -> "PeerCase":
-        """For sweeps, and to warm up."""
-        return self._replace(prompts=self.prompts[:2], num_tokens=32)
+    def short(self, num_prompts: int) -> "PeerCase":
+        """For sweeps."""
+        return self._replace(prompts=self.prompts[:num_prompts], num_tokens=32)
 
     def warm_up(self) -> "PeerCase":
         """A longer prompt would only take more time."""
@@ -36,7 +36,7 @@ class PeerCase(NamedTuple):
     def quoting(self, responses: Sequence[Sequence[int]]) -> "PeerCase":
         """Prompts that have almost the same response in their middle, as in a request to edit text.
 
-        A prompt is the start of one of this case, its response, and the same start again.
+        A prompt is the end of one of this case, its response, and the same end again.
         """
         pairs = zip(self.prompts, responses, strict=True)
         return self._replace(prompts=[quoting(prompt, response) for prompt, response in pairs])
@@ -89,9 +89,9 @@ class PeerSizes(NamedTuple):
 
 def quoting(prompt: list[int], response: Sequence[int]) -> list[int]:
     """As long as the prompt, if the response leaves room for that."""
-    start = prompt[: max(32, (len(prompt) - len(response)) // 2)]
-    edited = [prompt[-1] if (i + 1) % EDITED == 0 else t for i, t in enumerate(response)]
-    return [*start, *edited, *start]
+    end = prompt[-max(32, (len(prompt) - len(response)) // 2) :]
+    edited = [prompt[0] if (i + 1) % EDITED == 0 else t for i, t in enumerate(response)]
+    return [*end, *edited, *end]
 
 
 def cut(

@@ -19,7 +19,7 @@ from specserve.models.gguf.names import EMBEDDING, HEAD
 from specserve.models.source import open_source
 from specserve_bench import arguments, suite
 from specserve_bench.arguments import add_json, at_least_1, integer
-from specserve_bench.bound import Bound, Cost, cost, kv_token_bytes
+from specserve_bench.bound import Bound, Cost, cost, kv_token_bytes, state_bytes
 from specserve_bench.gguf_shapes import MIXTURES, SHAPES, write_shape
 from specserve_bench.machine import add_allow_dirty
 from specserve_bench.peers.cases import FIGURES, PeerSizes, bound_size, make_cases
@@ -262,6 +262,7 @@ def step_costs(target: Path, sizes: PeerSizes, quantize: str | None) -> dict[str
         return costs
     weights = stored_bytes(read_header(target))
     kv = {name: sum(size.contexts) * kv_token_bytes(config) for name, size in sizes_of.items()}
+    weights += 2 * state_bytes(config)  # read and written
     return {name: each._replace(num_bytes=weights + kv[name]) for name, each in costs.items()}
 
 

@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 from specserve.errors import ConfigError
 from specserve.models.source import open_source
-from specserve_bench.bound import Rates, kv_token_bytes
+from specserve_bench.bound import Rates, kv_token_bytes, state_bytes
 from specserve_bench.peers.cases import PeerCase, tpot_ms, ttft_ms
 from specserve_bench.peers.gguf_file import write_gguf
 from specserve_bench.peers.peer import Peer, PeerError, one_line
 from specserve_bench.peers.protocol import AUTO, DRAFT, LOOKUP, Setup, Timed
 from specserve_bench.peers.systems import PeerChoice, System, drafting_choices, thread_choices
 
+STATES = 4  # room for a request's recurrent states and its checkpoints, in states
 # Starts a system with some settings, with room for some cases.
 Start = Callable[[System, PeerChoice, Sequence[PeerCase]], AbstractContextManager[Peer]]
 
@@ -63,7 +64,7 @@ class Sweep:
     def result(self, system: System, choice: PeerChoice, case: PeerCase) -> Tried:
         key = system.name, choice
         if key not in self.tried:
-            self.tried[key] = self.run(system, choice, case.short())
+            self.tried[key] = self.run(system, choice, case.short(min(self.runs, 2)))
             self.tell(self.tried[key].words())
         return self.tried[key]
 
@@ -291,12 +292,14 @@ class Comparison:
         each = list(cases)
         max_requests = max(len(c.prompts) if c.is_batch else 1 for c in each)
         max_len = max(len(c.prompts[0]) + c.num_tokens for c in each)
-        bytes_a_token = sum(kv_token_bytes(open_source(path).config()) for path in folders)
+        configs = [open_source(path).config() for path in folders]
+        bytes_a_token = sum(map(kv_token_bytes, configs))
+        states = STATES * sum(map(state_bytes, configs))
         return Setup(
             model=self.path(system, self.model),
             max_len=max_len,
             max_requests=max_requests,
-            kv_bytes=max_requests * (max_len + 128) * bytes_a_token,
+            kv_bytes=max_requests * ((max_len + 128) * bytes_a_token + states),
             threads=choice.threads,
             drafting=drafting,
             quantize=system.quantize,

@@ -167,7 +167,8 @@ def split(result: Mapping[str, Any]) -> list[dict[str, Any]]:
         for part in parts:
             (plain if part["drafter"] is None else drafting[part["drafter"]]).append(part)
     number_runs(drafting[LOOKUP])
-    if drafting[LOOKUP] + drafting[DRAFT] and not drafting[AUTO]:
+    is_old = any("drafter" not in figure for figure in result["figures"])
+    if is_old and drafting[LOOKUP] + drafting[DRAFT] and not drafting[AUTO]:
         names = dict.fromkeys(part["figure"] for kind in drafting.values() for part in kind)
         empty: dict[str, Any] = dict.fromkeys(("draft", "bound", "ratio"))
         empty |= {"systems": {}, "drafter": AUTO}
