@@ -1,6 +1,7 @@
 """GGUF files of published shapes, and their measurement next to other engines."""
 
 import json
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -9,14 +10,19 @@ import pytest
 from specserve import LLM, SamplingParams
 from specserve.models import parse_config
 from specserve.models.gguf.header import read_header
+from specserve.models.loader import load_decoder
 from specserve.models.source import open_source
 from specserve_bench import gguf_shapes
-from specserve_bench.bound import kv_token_bytes
+from specserve_bench.bound import kv_token_bytes, state_bytes
 from specserve_bench.gguf_shapes import SCALES, STD, blocks, has_more_bits, write_shape
 from specserve_bench.peers import command
+from specserve_bench.peers.adapters import llama, llama_server
 from specserve_bench.peers.cases import EDITED, NUM_LONG, PeerCase
 from specserve_bench.peers.comparison import Comparison, Lane, Limits, Pick
+from specserve_bench.peers.gguf_table import gguf_caption, gguf_table
+from specserve_bench.peers.protocol import LOOKUP, EngineError, PeerDrafting, Setup
 from specserve_bench.peers.systems import PeerChoice, System
+from specserve_kernels import reference
 from tests.bench.fake_engine import fake_python
 from tests.bench.test_peers import bench_peers, no_rates, starts, system, timed
 from tests.bench.test_peers import two_cores as two_cores
@@ -151,6 +157,81 @@ def test_responses_without_all_token_ids_are_none():
     assert lane.responses == [[5, 6], [7, 8]]
     lane.rounds[0][1].token_ids = []
     assert lane.responses == []
+
+
+def test_a_table_of_results_has_rows_of_each_file_and_names_what_measured_them():
+    def figure(name, drafter, **cells):
+        ratio = {"peer": "llama.cpp", "median": 0.5, "low": 0.4, "high": 0.6}
+        return {
+            "figure": name,
+            "drafter": drafter,
+            "draft": None,
+            "bound": None,
+            "ratio": ratio,
+            "systems": {n: {"median": m, "setting": s} for n, (m, s) in cells.items()},
+        }
+
+    peer = {"llama.cpp": (4, "2 threads, lookup 8")}
+    machine = {"cores": 2, "cpu": "AMD", "commit": "abc", "date": "2026-11-28"}
+    kept = {"versions": {"specserve": "1", "llama.cpp": "2"}, "machine": machine}
+    plain = figure("TPOT ms", None, specserve=(2, "own threads"), **peer)
+    failed = figure("TPOT ms", None, specserve=(1, "own threads"))
+    failed |= {"ratio": None, "systems": failed["systems"] | {"llama.cpp": {"error": "no"}}}
+    drafting = figure("TPOT with drafting ms", "lookup", specserve=(2, "lookup 16"), **peer)
+    results = {
+        "a.json": kept | {"model": "A", "rounds": 3, "figures": [plain, drafting]},
+        "b.json": kept | {"model": "B", "rounds": 1, "figures": [failed]},
+    }
+    assert gguf_table(results).splitlines()[2:] == [
+        "| A | TPOT, ms | 2 | 4 | - | 0.50 (0.40 to 0.60), llama.cpp |",
+        "| A | TPOT, ms with lookup | 2 | 4, 8 | - | 0.50 (0.40 to 0.60), llama.cpp |",
+        "| B | TPOT, ms | 1 | none | - | - |",
+    ]
+    told = " ".join(gguf_caption(results).split())
+    assert (
+        "- A was measured at commit abc, on 2026-11-28, on 2 cores of an AMD, in 3 rounds" in told
+    )
+    assert "in 1 round (`b.json`). Engines: specserve 1, llama.cpp 2." in told
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_bytes_of_states_are_those_of_a_loaded_model(name, tmp_path):
+    write_shape(tiny(name), "Q8_0", tmp_path / "m.gguf")
+    model = load_decoder(tmp_path / "m.gguf", "bf16", reference, 64)
+    size = sum(layout.num_pieces * layout.piece_bytes for layout in model.state_layouts())
+    assert state_bytes(model.config) == size
+
+
+class FakeMemory:
+    """llama.cpp's API for a context, of which only a few states can be dropped."""
+
+    def __getattr__(self, name):
+        return lambda *args: 1
+
+    def llama_context_default_params(self):
+        self.params = SimpleNamespace()
+        return self.params
+
+    def llama_memory_seq_rm(self, memory, sequence, start, end):
+        return start > 4
+
+
+def test_llama_cpp_keeps_as_many_states_as_draft_tokens():
+    api = FakeMemory()
+    model = llama.LlamaModel(api, "m.gguf", 64, 1, 2, num_draft_tokens=8)
+    assert api.params.n_rs_seq == 8
+    model.cut(5)
+    with pytest.raises(EngineError, match="cannot drop tokens"):
+        model.cut(4)
+    llama.LlamaModel(api, "m.gguf", 64, 1, 2)
+    assert not hasattr(api.params, "n_rs_seq"), "snapshots take time"
+
+
+def test_llama_server_looks_up_as_many_tokens_as_the_setting_has():
+    setup = Setup("m.gguf", 64, 1, 0, 2, PeerDrafting(LOOKUP, 16), program="llama-server")
+    flags = " ".join(llama_server.command(setup, 80))
+    assert "--spec-type ngram-simple --spec-ngram-simple-size-m 16" in flags
+    assert "--spec" not in " ".join(llama_server.command(setup._replace(drafting=None), 80))
 
 
 def test_prompts_that_warm_up_are_no_longer_than_1000_tokens():
