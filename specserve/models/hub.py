@@ -115,7 +115,8 @@ def list_files(repo: str) -> list[str]:
     from huggingface_hub import HfApi, snapshot_download
 
     try:
-        return HfApi().list_repo_files(repo)
+        siblings = HfApi().model_info(repo).siblings  # unlike a listing, it is asked for only once
+        return [each.rfilename for each in siblings or ()]
     except Exception as e:  # the hub's client does not wrap errors of its transport
         try:
             cached = Path(snapshot_download(repo, local_files_only=True))

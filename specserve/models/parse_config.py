@@ -346,8 +346,8 @@ def head_shape(fields: Mapping[str, Any]) -> tuple[int, int, int]:
 
 def norm_eps(fields: Mapping[str, Any], key: str) -> float:
     eps = fields[key]
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps <= 1:
-        raise ValueError(f"{key} = {eps!r} must be a number from 0 to 1")
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps <= 1:
+        raise ValueError(f"{key} = {eps!r} must be a number above 0, at most 1")
     return float(eps)
 
 

@@ -11,6 +11,7 @@ from specserve_bench.figures.implementations import EAGER, NAMES
 from specserve_bench.figures.mixtures import active_bytes
 from specserve_bench.pairs import EXPERTS
 from tests.checkpoints import tiny_checkpoint
+from tests.engine.clock import Clock
 
 SIZES = [StepSize("1 row", (99,), 1), StepSize("3 rows", (40,), 3)]
 
@@ -59,6 +60,8 @@ def test_a_dense_model_has_as_many_linear_weights_as_the_recurrent_one():
 
 
 def test_recurrent_layers_are_measured_against_bytes_and_a_dense_model(tmp_path, monkeypatch):
+    clock = Clock(monkeypatch, target=lambda rows: 0.01 * rows)
+    monkeypatch.setattr(recurrent, "perf_counter", lambda: clock.now)
     monkeypatch.setattr(bound, "READ_BYTES", 1 << 22)
     monkeypatch.setattr(bound, "MULTIPLY_SECONDS", 0.001)
     monkeypatch.setattr(bound.Bound, "rates", lambda self: Rates(read=1e12, multiply=1e13))

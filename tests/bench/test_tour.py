@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from itertools import accumulate
 from pathlib import Path
 
@@ -10,10 +9,10 @@ import msgspec
 import pytest
 
 from specserve import LLM
-from specserve.engine.runner import Runner
 from specserve_bench import tour, tour_record
 from specserve_drafters import Draft
 from tests.checkpoints import tiny_checkpoint
+from tests.engine.clock import Clock
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/tour.md").read_text()
@@ -91,21 +90,8 @@ def test_the_kept_record_is_consistent():
     )
 
 
-@pytest.fixture
-def slow_target(monkeypatch):
-    """Make target forwards slow enough for a draft model to pay."""
-    launch, target = Runner.launch, []
-
-    def slow(self, *given):
-        target.append(self)  # the first one that a start measures is the target
-        if self is target[0]:
-            time.sleep(0.02)
-        return launch(self, *given)
-
-    monkeypatch.setattr(Runner, "launch", slow)
-
-
-def test_a_run_on_a_tiny_model_is_recorded_and_drawn(slow_target, tmp_path):
+def test_a_run_on_a_tiny_model_is_recorded_and_drawn(monkeypatch, tmp_path):
+    Clock(monkeypatch, target=lambda rows: 0.02)  # slow enough for a draft model to pay
     model = tiny_checkpoint(tmp_path / "model")
     with LLM(model, model, progress=False, set={"memory.kv_bytes": 1 << 22}) as llm:
         made = tour_record.record(

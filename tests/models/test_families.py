@@ -105,6 +105,7 @@ REFUSED = {  # what is wrong -> the change, the complaint
     ),
     "a negative eps": ({"rms_norm_eps": -1e-6}, "rms_norm_eps = -1e-06"),
     "an infinite eps": ({"rms_norm_eps": float("inf")}, "rms_norm_eps = inf"),
+    "an eps of 0": ({"rms_norm_eps": 0}, "rms_norm_eps = 0"),
     "an eps that is no number": ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan"),
     "a word for an eps": ({"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
     "no eps": ({"rms_norm_eps": None}, "rms_norm_eps"),

@@ -6,6 +6,7 @@ from fnmatch import fnmatch
 
 import huggingface_hub
 import pytest
+from huggingface_hub import ModelInfo
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 from specserve.errors import ConfigError
@@ -103,10 +104,11 @@ def store(tmp_path, monkeypatch):
     def files(self, repo):
         if repo != "org/m":
             raise FileNotFoundError("404")
-        return [str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()]
+        found = (str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
+        return ModelInfo(id=repo, siblings=[{"rfilename": name} for name in found])
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", files)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", files)
     monkeypatch.asked = asked
     monkeypatch.folder = folder
     yield monkeypatch
@@ -138,7 +140,7 @@ def test_without_the_hub_the_cache_is_searched(store):
     def unreachable(self, repo):
         raise OfflineModeIsEnabled("offline")
 
-    store.setattr(huggingface_hub.HfApi, "list_repo_files", unreachable)
+    store.setattr(huggingface_hub.HfApi, "model_info", unreachable)
     file = write(store.folder).file
     assert resolve("org/m:model.gguf") == file
     with pytest.raises(ConfigError, match=r"org/m:Q8_0 is not in the repository\. It has model"):

@@ -10,6 +10,7 @@ from specserve import AsyncLLM, RequestError, SamplingParams
 from specserve.errors import Sleeping
 from tests.adapters import write_adapter
 from tests.checkpoints import tiny_checkpoint
+from tests.engine.clock import Clock
 from tests.server.asking import COMPLETIONS, completion_body, streamed, whole
 from tests.server.in_process import server_threads
 from tests.server.server_process import eventually
@@ -231,8 +232,9 @@ def test_an_async_llm_sleeps_and_continues_kept_requests(folder):
     asyncio.run(run())
 
 
-def test_costs_and_statistics_of_drafters_are_kept(server):
-    whole(server, COMPLETIONS, LONG)
+def test_costs_and_statistics_of_drafters_are_kept(server, monkeypatch):
+    Clock(monkeypatch)  # steps slow enough for n-grams to pay
+    whole(server, COMPLETIONS, LONG | {"temperature": 0})
     before = server.get("/v1/speculation").body
     steps = server.metric("specserve_rows_total")
     slept(server, "?level=2")
