@@ -64,7 +64,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument(
         "--shape",
-        choices=SHAPES,
+        choices=[*SHAPES],
         help="in place of --gguf: random weights of this published shape, written to a temporary "
         "GGUF file",
     )
