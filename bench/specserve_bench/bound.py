@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specserve.models.decoder_config import DecoderConfig, Shape
+from specserve.models.recurrent import GatedDelta, Mamba2, ShortConv
 from specserve_kernels.cpu.compiler import BuildError, compiler
 
 SOURCE = Path(__file__).parent / "native" / "bound.cpp"
@@ -55,6 +56,22 @@ def kv_token_bytes(c: Shape) -> int:
     layers = range(c.num_layers)
     number = sum(map(c.attends, layers)) if isinstance(c, DecoderConfig) else len(layers)
     return 2 * number * c.num_kv_heads * c.head_dim * 2
+
+
+def state_bytes(c: Shape) -> int:
+    """Bytes of a request's states in all recurrent layers: convolutions in bfloat16, the rest in
+    float32.
+    """
+    if not isinstance(c, DecoderConfig) or c.recurrent is None:
+        return 0
+    own = c.recurrent
+    width = own.width if isinstance(own, ShortConv) else own.inner
+    size = 2 * (own.taps - 1) * width
+    if isinstance(own, GatedDelta):
+        size += 4 * own.num_v_heads * own.k_dim * own.v_dim
+    if isinstance(own, Mamba2):
+        size += 4 * own.num_heads * own.head_dim * own.state_dim
+    return size * sum(c.recurrent_layers)
 
 
 class Rates(NamedTuple):

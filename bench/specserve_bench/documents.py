@@ -19,6 +19,7 @@ from specserve_bench.figures import __main__ as figures
 from specserve_bench.figures import open_loop, speculation
 from specserve_bench.machine import NO_GIT, commit_words, measured
 from specserve_bench.peers import table as peers_table
+from specserve_bench.peers.gguf_table import gguf_caption, gguf_table
 from specserve_bench.report import markdown, markdown_table
 from specserve_bench.results import read
 
@@ -159,6 +160,11 @@ def gpu_caption() -> str:
     return markdown_table(["result", "GPU", "date", "measured"], rows)
 
 
+def gguf_results() -> dict[str, Any]:
+    files = sorted(figures.RESULTS.glob("peers-gguf-*.json"))
+    return {str(file): json.loads(file.read_bytes()) for file in files}
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "peers summary": summary,
     "peers summary caption": summary_caption,
@@ -170,6 +176,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "open-loop caption": partial(figure_caption, "open-loop"),
     "versions-structure": partial(figure_table, "versions", "versions-structure"),
     "versions-structure caption": partial(figure_caption, "versions-structure"),
+    "peers-gguf": lambda: gguf_table(gguf_results()),
+    "peers-gguf caption": lambda: gguf_caption(gguf_results()),
     f"{GPU} caption": gpu_caption,
 }
 for _name in ("peers", "peers-w4", "peers-w8"):

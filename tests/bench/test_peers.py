@@ -598,11 +598,14 @@ def test_engines_are_compared_on_a_gguf_file(two_cores, tmp_path, capsys):
         "TPOT ms",
         "TTFT 300 ms",
         "TTFT 1000 ms",
+        "TPOT with drafting ms",
+        "tokens per step",
     ]
     assert figures[0]["systems"].keys() == {"specserve", "llama.cpp", "ik_llama.cpp"}
     for name in ("ours", "llama", "ik"):
         setups = [json.loads(setup) for *_, setup in starts(tmp_path / name)]
-        assert {(s["model"], s["drafting"]) for s in setups} == {(str(file), None)}
+        assert {s["model"] for s in setups} == {str(file)}
+        assert any(s["drafting"] for s in setups) == (name != "ik")
 
 
 def test_the_bytes_of_a_gguf_file_are_those_of_a_step(tmp_path):
@@ -619,7 +622,10 @@ def test_the_bytes_of_a_gguf_file_are_those_of_a_step(tmp_path):
     ("flags", "complaint"),
     [
         (["--gguf=a.gguf", "--model=b", "--quantize=w4"], "--gguf excludes --model, --quantize"),
+        (["--shape=qwen3-4b", "--vllm=a"], "--shape excludes --vllm. Remove one of them"),
+        (["--shape=qwen3-4b", "--gguf=a.gguf"], "--gguf excludes --shape. Remove one of them"),
         (["--ik=python3"], "--ik: this engine is measured only on a GGUF file"),
+        (["--longest=1"], "--longest: measured only on a GGUF file. Add --gguf or --shape"),
     ],
 )
 def test_what_a_gguf_file_excludes_is_named(flags, complaint, capsys):

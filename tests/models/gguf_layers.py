@@ -8,6 +8,7 @@ import torch
 
 from specserve.models.parse_config import load_config
 from specserve.models.recurrent import GatedDelta, Mamba2
+from specserve_bench.peers.gguf_file import add_delta
 
 STACKS = re.compile(r"(model\.altup_(?:unembed_)?projections)\.\d+(\.weight)")
 SUFFIXED = ("layer_scalar", "correct_output_scale")  # names that get .weight
@@ -39,7 +40,7 @@ def add_layers(writer, config, plain):
     elif config.model_type != "nemotron_h" and isinstance(told.recurrent, Mamba2):
         add_mamba(writer, config, told)
     elif isinstance(told.recurrent, GatedDelta):
-        add_delta(writer, told)
+        add_delta(writer, told, told.recurrent)
 
 
 def add_gemma3n(writer, config):
@@ -97,18 +98,6 @@ def add_mamba(writer, config, told):
         writer.add_expert_count(told.mixture.num_experts)
         writer.add_expert_used_count(told.mixture.num_active)
         writer.add_expert_shared_feed_forward_length(told.mixture.shared_width)
-
-
-def add_delta(writer, told):
-    delta, arch = told.recurrent, writer.arch
-    writer.add_ssm_conv_kernel(delta.taps)
-    writer.add_ssm_state_size(delta.k_dim)
-    writer.add_ssm_group_count(delta.num_k_heads)
-    writer.add_ssm_inner_size(delta.value_width)
-    writer.add_ssm_time_step_rank(delta.num_v_heads)
-    writer.add_array(f"{arch}.attention.recurrent_layers", list(told.recurrent_layers))
-    if arch.startswith("qwen35"):
-        writer.add_rope_dimension_sections([1, 1, 0, 0])
 
 
 def named(name, tensor, config, found):

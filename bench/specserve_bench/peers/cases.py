@@ -13,7 +13,8 @@ from specserve_bench.bound import StepSize
 from specserve_bench.demo import held_out
 from specserve_bench.peers.protocol import Timed
 
-NUM_PROMPT = 300  # tokens
+NUM_PROMPT, NUM_LONG, NUM_LONGEST = 300, 1000, 8000  # tokens
+EDITED = 16  # every 16th token of a quoted response is another one
 
 
 class PeerCase(NamedTuple):
@@ -24,9 +25,21 @@ class PeerCase(NamedTuple):
     num_tokens: int
     is_batch: bool = False
 
-    def short(self) -> "PeerCase":
-        """For sweeps, and to warm up."""
-        return self._replace(prompts=self.prompts[:2], num_tokens=32)
+    def short(self, num_prompts: int) -> "PeerCase":
+        """For sweeps."""
+        return self._replace(prompts=self.prompts[:num_prompts], num_tokens=32)
+
+    def warm_up(self) -> "PeerCase":
+        """A longer prompt would only take more time."""
+        return self._replace(prompts=[prompt[:NUM_LONG] for prompt in self.prompts])
+
+    def quoting(self, responses: Sequence[Sequence[int]]) -> "PeerCase":
+        """Prompts that have almost the same response in their middle, as in a request to edit text.
+
+        A prompt is the end of one of this case, its response, and the same end again.
+        """
+        pairs = zip(self.prompts, responses, strict=True)
+        return self._replace(prompts=[quoting(prompt, response) for prompt, response in pairs])
 
 
 class PeerFigure(NamedTuple):
@@ -51,21 +64,34 @@ def make_cases(
         return not must_survive_text or tokenizer.encode(known, add_special_tokens=False) == ids
 
     short = cut(text, NUM_PROMPT, sizes.batch, is_usable)
-    return {
+    cases = {
         "plain": PeerCase("plain", short[: sizes.prompts], sizes.tokens),
-        "prompt": PeerCase("prompt", cut(text, 1000, sizes.long, is_usable), 2),
+        "prompt": PeerCase("prompt", cut(text, NUM_LONG, sizes.long, is_usable), 2),
         "batch": PeerCase("batch", short, sizes.tokens, is_batch=True),
         "drafting": PeerCase("drafting", short[: sizes.prompts], sizes.tokens),
     }
+    if sizes.longest:
+        cases["longest"] = PeerCase("longest", cut(text, NUM_LONGEST, 1, is_usable), 2)
+    return cases
 
 
 class PeerSizes(NamedTuple):
-    """How many prompts of 300 tokens, of 1,000, at once, and tokens after each."""
+    """How many prompts of 300 tokens, of 1,000, at once, and tokens after each; `longest` is the
+    number of rounds with a prompt of 8,000.
+    """
 
     prompts: int = 6
     long: int = 3
     batch: int = 32
     tokens: int = 64
+    longest: int = 0
+
+
+def quoting(prompt: list[int], response: Sequence[int]) -> list[int]:
+    """As long as the prompt, if the response leaves room for that."""
+    end = prompt[-max(32, (len(prompt) - len(response)) // 2) :]
+    edited = [prompt[0] if (i + 1) % EDITED == 0 else t for i, t in enumerate(response)]
+    return [*end, *edited, *end]
 
 
 def cut(
@@ -129,6 +155,7 @@ FIGURES = (
     PeerFigure("TPOT ms", "plain", tpot_ms),
     PeerFigure("TTFT 300 ms", "plain", ttft_ms),
     PeerFigure("TTFT 1000 ms", "prompt", ttft_ms),
+    PeerFigure("TTFT 8000 ms", "longest", ttft_ms),
     PeerFigure("batch step ms", "batch", step_ms),
     PeerFigure("batch tokens/s", "batch", tokens_per_s, is_rate=True),
     PeerFigure("TPOT with drafting ms", "drafting", tpot_ms),

@@ -19,7 +19,8 @@ from specserve.models.gguf.names import EMBEDDING, HEAD
 from specserve.models.source import open_source
 from specserve_bench import arguments, suite
 from specserve_bench.arguments import add_json, at_least_1, integer
-from specserve_bench.bound import Bound, Cost, cost, kv_token_bytes
+from specserve_bench.bound import Bound, Cost, cost, kv_token_bytes, state_bytes
+from specserve_bench.gguf_shapes import MIXTURES, SHAPES, write_shape
 from specserve_bench.machine import add_allow_dirty
 from specserve_bench.peers.cases import FIGURES, PeerSizes, bound_size, make_cases
 from specserve_bench.peers.comparison import Comparison, Limits, Series
@@ -58,8 +59,20 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--gguf",
         metavar="FILE",
-        help="GGUF file instead of a model, measured without drafting on specserve and the engines "
-        "that read such files",
+        help="GGUF file instead of a model, measured on specserve and the engines that read such "
+        "files",
+    )
+    p.add_argument(
+        "--shape",
+        choices=[*SHAPES],
+        help="in place of --gguf: random weights of this published shape, written to a temporary "
+        "GGUF file",
+    )
+    p.add_argument(
+        "--mixture",
+        choices=MIXTURES,
+        default=MIXTURES[0],
+        help=f"with --shape: types of the weights, default: {MIXTURES[0]}",
     )
     p.add_argument(
         "--draft",
@@ -88,6 +101,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     sizes = PeerSizes()
     for flag, kind, size, meaning in (
         ("prompts", at_least_1, sizes.prompts, "prompts of the cases plain and drafting"),
+        ("long", at_least_1, sizes.long, "prompts of the case prompt"),
+        ("longest", integer(0), sizes.longest, "with --gguf: rounds of a prompt of 8,000 tokens"),
         ("batch", at_least_1, sizes.batch, "prompts of the case batch"),
         ("tokens", integer(2), sizes.tokens, "output tokens per prompt"),
         ("timeout", at_least_1, 600, "seconds to load, and for a case"),
@@ -95,6 +110,13 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         p.add_argument(
             f"--{flag}", type=kind, default=size, metavar="N", help=f"{meaning}; default: {size}"
         )
+    p.add_argument(
+        "--threads",
+        type=at_least_1,
+        metavar="N",
+        help="threads of engines that do not choose them; drafting limits are tried once. Default: "
+        "the fastest number of threads",
+    )
     p.add_argument("--out", type=Path, metavar="JSON", help="write the results to this file")
     add_json(p)
     add_allow_dirty(p)
@@ -106,12 +128,18 @@ def peers(args: argparse.Namespace) -> int:
     if args.draft and args.model is None:
         raise ConfigError("--draft: needs its target model. Add --model.")
     for name in ONLY_GGUF:
-        if getattr(args, name) and not args.gguf:
+        if getattr(args, name) and not is_on_gguf(args):
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag}: this engine is measured only on a GGUF file. Add --gguf.")
+    if args.gguf and args.shape:
+        raise ConfigError("--gguf excludes --shape. Remove one of them.")
+    if args.longest and not is_on_gguf(args):
+        raise ConfigError("--longest: measured only on a GGUF file. Add --gguf or --shape.")
     others = "model", "quantize", "vllm", "transformers"
-    if args.gguf and (refused := [f"--{name}" for name in others if getattr(args, name)]):
-        raise ConfigError(f"--gguf excludes {', '.join(refused)}. Remove one of them.")
+    refused = [f"--{name}" for name in others if getattr(args, name)]
+    if is_on_gguf(args) and refused:
+        given = "--gguf" if args.gguf else "--shape"
+        raise ConfigError(f"{given} excludes {', '.join(refused)}. Remove one of them.")
     systems = chosen_systems(args)
     with exits_on_sigterm(), TemporaryDirectory(prefix="specserve-peers-") as folder:
         scratch = Path(folder)
@@ -127,6 +155,10 @@ def peers(args: argparse.Namespace) -> int:
     return int(all("error" in value for value in values))
 
 
+def is_on_gguf(args: argparse.Namespace) -> bool:
+    return bool(args.gguf or args.shape)
+
+
 @contextmanager
 def exits_on_sigterm() -> Iterator[None]:
     """Else SIGTERM would leave gigabytes of checkpoints in the temporary folder."""
@@ -138,9 +170,10 @@ def exits_on_sigterm() -> Iterator[None]:
 
 
 def chosen_systems(args: argparse.Namespace) -> list[System]:
-    if args.llama is not None and args.gguf is None and find_spec("gguf") is None:
+    writes = "--shape" if args.shape else "--llama" if args.llama and not args.gguf else None
+    if writes is not None and find_spec("gguf") is None:
         raise ConfigError(
-            "--llama: this environment lacks gguf. Run pip install 'specserve[bench]'."
+            f"{writes}: this environment lacks gguf. Run pip install 'specserve[bench]'."
         )
     if args.quantize is not None and (args.vllm or args.transformers or not args.llama):
         raise ConfigError(
@@ -161,6 +194,11 @@ def chosen_models(args: argparse.Namespace, scratch: Path) -> ComparedModels:
         if not is_gguf(file):
             raise ConfigError(f"--gguf: {args.gguf} is not a GGUF file. Use --model.")
         return ComparedModels(file.name, file, [])
+    if args.shape is not None:
+        label = f"{args.shape}, random weights, {args.mixture}"
+        file = scratch / f"{args.shape}-{args.mixture}.gguf"
+        write_shape(SHAPES[args.shape], args.mixture, file)
+        return ComparedModels(label, file, [])
     if args.model is None:
         return scaled_pair(scratch)
     # Absolute, as engines run in folders of their own.
@@ -172,12 +210,12 @@ def compare(
     args: argparse.Namespace, systems: list[System], models: ComparedModels, scratch: Path
 ) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0))
-    limits = Limits(args.rounds, cores, args.timeout)
-    sizes = PeerSizes(prompts=args.prompts, batch=args.batch, tokens=args.tokens)
+    limits = Limits(args.rounds, cores, args.timeout, args.threads)
+    sizes = PeerSizes(args.prompts, args.long, args.batch, args.tokens, args.longest)
     comparison = Comparison(systems, models.target, scratch, limits, print_on_stderr, Bound().rates)
-    cases = make_cases(models.target, sizes, must_survive_text=args.gguf is not None)
-    if args.gguf is not None:
-        series = [Series(comparison.run_plain(cases))]
+    cases = make_cases(models.target, sizes, must_survive_text=is_on_gguf(args))
+    if is_on_gguf(args):
+        series = comparison.run_gguf(cases, sizes.longest)
     else:
         folders: list[Path | None] = [draft.folder for draft in models.drafts] or [None]
         series = comparison.run(cases, folders)
@@ -224,6 +262,7 @@ def step_costs(target: Path, sizes: PeerSizes, quantize: str | None) -> dict[str
         return costs
     weights = stored_bytes(read_header(target))
     kv = {name: sum(size.contexts) * kv_token_bytes(config) for name, size in sizes_of.items()}
+    weights += 2 * state_bytes(config)  # read and written
     return {name: each._replace(num_bytes=weights + kv[name]) for name, each in costs.items()}
 
 

@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 from specserve.errors import ConfigError
 from specserve.models.source import open_source
-from specserve_bench.bound import Rates, kv_token_bytes
+from specserve_bench.bound import Rates, kv_token_bytes, state_bytes
 from specserve_bench.peers.cases import PeerCase, tpot_ms, ttft_ms
 from specserve_bench.peers.gguf_file import write_gguf
 from specserve_bench.peers.peer import Peer, PeerError, one_line
 from specserve_bench.peers.protocol import AUTO, DRAFT, LOOKUP, Setup, Timed
 from specserve_bench.peers.systems import PeerChoice, System, drafting_choices, thread_choices
 
+STATES = 4  # room for a request's recurrent states and its checkpoints, in states
 # Starts a system with some settings, with room for some cases.
 Start = Callable[[System, PeerChoice, Sequence[PeerCase]], AbstractContextManager[Peer]]
 
@@ -42,10 +43,12 @@ class Pick(NamedTuple):
 
 
 class Sweep:
-    """Tries each choice once, and reports each to `tell`."""
+    """Tries each choice once, and reports each to `tell`. `runs` are measured, after one that warms
+    up.
+    """
 
-    def __init__(self, start: Start, tell: Callable[[str], object]) -> None:
-        self.start, self.tell = start, tell
+    def __init__(self, start: Start, tell: Callable[[str], object], runs: int = 3) -> None:
+        self.start, self.tell, self.runs = start, tell, runs
         self.tried: dict[tuple[str, PeerChoice], Tried] = {}
 
     def pick(
@@ -61,16 +64,17 @@ class Sweep:
     def result(self, system: System, choice: PeerChoice, case: PeerCase) -> Tried:
         key = system.name, choice
         if key not in self.tried:
-            self.tried[key] = self.run(system, choice, case.short())
+            self.tried[key] = self.run(system, choice, case.short(min(self.runs, 2)))
             self.tell(self.tried[key].words())
         return self.tried[key]
 
     def run(self, system: System, choice: PeerChoice, case: PeerCase) -> Tried:
         try:
             with self.start(system, choice, [case]) as peer:
-                runs = [peer.run(case.prompts, case.num_tokens, case.is_batch) for _ in range(4)][
-                    1:
-                ]  # the first one warms up
+                runs = [
+                    peer.run(case.prompts, case.num_tokens, case.is_batch)
+                    for _ in range(1 + self.runs)
+                ][1:]  # the first one warms up
         except PeerError as e:
             return Tried(system.name, choice, error=str(e))
         # The least: another process's burst must not cost a system its best setting.
@@ -89,8 +93,13 @@ class Lane:
         """Cases of one key run in one process."""
         return self.system.name, self.choice
 
-    def run(self, peer: Peer) -> list[Timed] | None:
-        case = self.case
+    @property
+    def responses(self) -> list[list[int]]:
+        """The token ids of the last round; [] if the engine does not return all of them."""
+        told = [done.token_ids for done in self.rounds[-1]] if self.rounds else []
+        return told if all(told) else []
+
+    def run(self, peer: Peer, case: PeerCase) -> list[Timed] | None:
         try:
             return peer.run(case.prompts, case.num_tokens, case.is_batch)
         except PeerError as e:
@@ -123,7 +132,8 @@ def measure(
             first = number % len(lanes)
             for lane in lanes[first:] + lanes[:first]:
                 if lane.error is None:
-                    done = lane.run(peers[lane.key])
+                    case = lane.case if number else lane.case.warm_up()
+                    done = lane.run(peers[lane.key], case)
                     if number and done is not None:
                         lane.rounds.append(done)
     return MeasuredGroup(lanes, rates)
@@ -160,6 +170,7 @@ class Limits(NamedTuple):
     rounds: int
     cores: int  # threads are tried up to so many
     timeout: float  # seconds to load, and for a case
+    threads: int | None = None  # of engines that do not choose them; None: the fastest number
 
 
 class Comparison:
@@ -177,7 +188,7 @@ class Comparison:
         self.systems, self.model, self.scratch, self.limits = systems, model, scratch, limits
         self.written: dict[Path, Path] = {}  # checkpoints -> their GGUF files in `scratch`
         self.tell, self.gauge = tell, gauge
-        self.sweep = Sweep(self.start, tell)
+        self.sweep = Sweep(self.start, tell, 3 if limits.threads is None else 1)
         self.versions: dict[str, str] = {}
         self.decoding: dict[System, Pick] = {}  # best settings for output tokens, and for prompts
         self.prompts: dict[System, Pick] = {}
@@ -196,14 +207,16 @@ class Comparison:
 
     def run_plain(self, cases: Mapping[str, PeerCase]) -> MeasuredGroup:
         """One request at a time without drafting."""
-        plain, threads = (
-            cases["plain"],
-            {s: thread_choices(s, self.limits.cores) for s in self.systems},
-        )
-        decoding, prompts = (
-            {s: self.sweep.pick(s, choices, plain, figure) for s, choices in threads.items()}
-            for figure in ("tpot_ms", "ttft_ms")
-        )
+        plain, fixed = cases["plain"], self.limits.threads
+        if fixed is not None:
+            chosen = {s: PeerChoice(fixed if s.threads else None, None) for s in self.systems}
+            decoding = prompts = {s: Pick(choice) for s, choice in chosen.items()}
+        else:
+            threads = {s: thread_choices(s, self.limits.cores) for s in self.systems}
+            decoding, prompts = (
+                {s: self.sweep.pick(s, choices, plain, figure) for s, choices in threads.items()}
+                for figure in ("tpot_ms", "ttft_ms")
+            )
         self.decoding, self.prompts = decoding, prompts
         return self.measure(
             [
@@ -227,6 +240,34 @@ class Comparison:
                 series.append(Series(self.measure(lanes), kind, draft))
         return series
 
+    def run_gguf(self, cases: Mapping[str, PeerCase], longest: int) -> list[Series]:
+        """Without drafting, `longest` rounds of the longest prompt, then n-gram lookup."""
+        plain = self.run_plain(cases)
+        series = [Series(plain)]
+        if longest:
+            lanes = [Lane(s, cases["longest"], self.prompts[s]) for s in self.systems]
+            series.append(Series(self.measure(lanes, longest)))
+        told = {lane.system: lane.responses for lane in plain.lanes if lane.case.name == "plain"}
+        lanes = [self.lookup(s, cases["drafting"], told) for s in self.systems]
+        return [*series, Series(self.measure(lanes), LOOKUP)]
+
+    def lookup(
+        self, system: System, case: PeerCase, told: Mapping[System, list[list[int]]]
+    ) -> Lane:
+        """The fastest of a peer's limits of draft tokens, or no drafting. Prompts quote the
+        engine's own plain responses; otherwise specserve's.
+        """
+        plain, responses = self.decoding[system], told[system] or told[self.systems[0]]
+        if plain.choice is None or not responses:
+            return Lane(system, case, plain)
+        quoting = case.quoting(responses)
+        choices = drafting_choices(system, plain.choice.threads, LOOKUP, None)
+        if not choices:
+            return Lane(system, case, plain)  # some of these engines take only text
+        if not system.has_auto:
+            choices.append(plain.choice)
+        return Lane(system, quoting, self.sweep.pick(system, choices, quoting, "tpot_ms"))
+
     def pick(
         self, system: System, plain: Pick, case: PeerCase, drafter: str, draft: Path | None
     ) -> Pick | None:
@@ -237,9 +278,10 @@ class Comparison:
         choices = drafting_choices(system, plain.choice.threads, drafter, folder)
         return self.sweep.pick(system, choices, case, "tpot_ms") if choices else None
 
-    def measure(self, lanes: Sequence[Lane]) -> MeasuredGroup:
+    def measure(self, lanes: Sequence[Lane], rounds: int | None = None) -> MeasuredGroup:
         self.tell(lanes[-1].case.name)
-        return measure(lanes, self.start, self.limits.rounds, self.tell, self.gauge)
+        number = self.limits.rounds if rounds is None else rounds
+        return measure(lanes, self.start, number, self.tell, self.gauge)
 
     def setup(self, system: System, choice: PeerChoice, cases: Iterable[PeerCase]) -> Setup:
         drafting = choice.drafting
@@ -250,12 +292,14 @@ class Comparison:
         each = list(cases)
         max_requests = max(len(c.prompts) if c.is_batch else 1 for c in each)
         max_len = max(len(c.prompts[0]) + c.num_tokens for c in each)
-        bytes_a_token = sum(kv_token_bytes(open_source(path).config()) for path in folders)
+        configs = [open_source(path).config() for path in folders]
+        bytes_a_token = sum(map(kv_token_bytes, configs))
+        states = STATES * sum(map(state_bytes, configs))
         return Setup(
             model=self.path(system, self.model),
             max_len=max_len,
             max_requests=max_requests,
-            kv_bytes=max_requests * (max_len + 128) * bytes_a_token,
+            kv_bytes=max_requests * ((max_len + 128) * bytes_a_token + states),
             threads=choice.threads,
             drafting=drafting,
             quantize=system.quantize,

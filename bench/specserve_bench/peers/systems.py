@@ -14,7 +14,8 @@ from specserve_bench.scale import scale_model
 
 SPECSERVE = "specserve"
 MISTRAL_RS = "mistral.rs"
-PROGRAMS = ("llama-server", "llama-bench")  # of llama.cpp
+SERVER = "llama-server"
+PROGRAMS = (SERVER, "llama-bench")  # of llama.cpp
 UNQUANTIZED = "specserve, 16 bits"  # where others are quantized
 LIKE = "qwen3-0.6b"
 # Two layers of the target's width, with an MLP that makes a tenth of its weights.
@@ -98,7 +99,8 @@ def make_systems(
     ]
     for name, program in (programs or {}).items():
         adapter, python = name.replace("-", "_"), pythons[SPECSERVE]
-        systems.append(System(name, adapter, python, True, (), (), True, program=program))
+        lookups = (4, 16) if name == SERVER else ()
+        systems.append(System(name, adapter, python, True, lookups, (), True, program=program))
     if quantize:
         systems.append(systems[0]._replace(name=UNQUANTIZED, quantize=None))
     return systems

@@ -20,6 +20,7 @@ MEANINGS = {  # in the summary
     "TPOT ms": "TPOT, ms",
     "TTFT 300 ms": "TTFT, 300-token prompt, ms",
     "TTFT 1000 ms": "TTFT, 1,000-token prompt, ms",
+    "TTFT 8000 ms": "TTFT, 8,000-token prompt, ms",
     "batch step ms": "{batch} concurrent requests, step time, ms",
     "batch tokens/s": "{batch} concurrent requests, tokens/s",
     "TPOT with drafting ms": "TPOT, ms",
@@ -166,7 +167,8 @@ def split(result: Mapping[str, Any]) -> list[dict[str, Any]]:
         for part in parts:
             (plain if part["drafter"] is None else drafting[part["drafter"]]).append(part)
     number_runs(drafting[LOOKUP])
-    if drafting[LOOKUP] + drafting[DRAFT] and not drafting[AUTO]:
+    is_old = any("drafter" not in figure for figure in result["figures"])
+    if is_old and drafting[LOOKUP] + drafting[DRAFT] and not drafting[AUTO]:
         names = dict.fromkeys(part["figure"] for kind in drafting.values() for part in kind)
         empty: dict[str, Any] = dict.fromkeys(("draft", "bound", "ratio"))
         empty |= {"systems": {}, "drafter": AUTO}

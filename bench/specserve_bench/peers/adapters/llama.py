@@ -107,7 +107,13 @@ class LlamaModel:
     """A model of llama.cpp with its KV; `api` is the module with the bindings."""
 
     def __init__(
-        self, api: Any, file: str, max_len: int, num_sequences: int, threads: int | None
+        self,
+        api: Any,
+        file: str,
+        max_len: int,
+        num_sequences: int,
+        threads: int | None,
+        num_draft_tokens: int = 0,
     ) -> None:
         self.api = api
         self.model = self.api.llama_model_load_from_file(
@@ -121,6 +127,8 @@ class LlamaModel:
         params.n_batch, params.n_seq_max = BATCH, num_sequences
         if threads is not None:
             params.n_threads = params.n_threads_batch = threads
+        if num_draft_tokens:  # of recurrent layers, which states can be dropped
+            params.n_rs_seq = num_draft_tokens
         self.context = self.api.llama_init_from_model(self.model, params)
         if not self.context:
             raise EngineError("llama.cpp cannot make a context")
@@ -132,7 +140,8 @@ class LlamaModel:
 
     def cut(self, length: int) -> None:
         memory = self.api.llama_get_memory(self.context)
-        self.api.llama_memory_seq_rm(memory, 0, length, -1)
+        if not self.api.llama_memory_seq_rm(memory, 0, length, -1):
+            raise EngineError("llama.cpp cannot drop tokens from the state of this model")
 
     def decode(self, rows: list[BatchRow]) -> list[int]:
         for i, row in enumerate(rows):
@@ -208,7 +217,9 @@ def load(setup: Setup) -> Llama:
 
     llama_cpp.llama_backend_init()
     file = quantized(setup.model, setup.quantize)
-    model = LlamaModel(llama_cpp, file, setup.max_len, setup.max_requests, setup.threads)
+    sizes = setup.max_len, setup.max_requests, setup.threads
+    tokens = 0 if setup.drafting is None else setup.drafting.tokens
+    model = LlamaModel(llama_cpp, file, *sizes, tokens)
     return Llama(model, make_drafter(setup), str(llama_cpp.__version__))
 
 

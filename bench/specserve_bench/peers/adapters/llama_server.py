@@ -13,6 +13,7 @@ from specserve_bench.peers.adapters.llama_bench import told_version
 from specserve_bench.peers.protocol import EngineError, Setup, Timed, ends_with_parent, serve
 
 HOST = "127.0.0.1"
+NGRAM = 2  # tokens that lookup finds again, as in llama-cpp-python
 PAUSE = 0.05  # seconds between two questions whether the model is loaded
 
 
@@ -70,6 +71,10 @@ def command(setup: Setup, port: int) -> list[str]:
     flags += ["--ctx-size", str(-(-setup.max_len // 256) * 256)]
     if setup.threads is not None:
         flags += ["--threads", str(setup.threads), "--threads-batch", str(setup.threads)]
+    if setup.drafting is not None:
+        size = str(setup.drafting.tokens)
+        flags += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-m", size]
+        flags += ["--spec-ngram-simple-size-n", str(NGRAM)]
     return [str(setup.program), "--model", setup.model, *flags]
 
 
