@@ -95,6 +95,7 @@ ELSEWHERE = {  # beginnings of lines -> the tests that run them, or why none doe
     "systemctl ": "needs a booted systemd",
     "helm ": "tests/deploy/test_chart.py",
     "python -m specserve_bench.soak ": "tests/bench/test_soak.py",
+    "python -m specserve_bench.gguf_shapes ": "tests/bench/test_gguf_shapes.py",
     "source .venv/bin/activate": "tests/test_clean_machine.py",
     "python3 -m venv .venv": "as `make setup`, which tests/test_clean_machine.py runs",
     "pip install -c constraints.txt ": "the same, and the Dockerfiles",

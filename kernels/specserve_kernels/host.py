@@ -4,6 +4,7 @@ import ctypes
 import mmap
 import os
 import platform
+import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -40,8 +41,12 @@ class Chunk:
         begin = self.begin
         if begin + num_bytes > self.end:
             return None
-        self.begin += -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        return torch.frombuffer(self.memory, dtype=torch.uint8, count=num_bytes, offset=begin)
+        size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.begin += size
+        part = memoryview(self.memory)[begin : begin + num_bytes]
+        end = weakref.finalize(part, self.memory.madvise, mmap.MADV_DONTNEED, begin, size)
+        end.atexit = False
+        return torch.frombuffer(part, dtype=torch.uint8)
 
 
 _shared: list[Chunk] = []  # the chunk of the next small allocations
@@ -52,8 +57,8 @@ def allocate(num_bytes: int) -> Tensor:
     """Allocate zeroed bytes for weights and KV, [num_bytes] uint8.
 
     The system assigns pages at their first write. Huge pages, if available, reduce the page lookups
-    of each step. Most weights are smaller than a huge page, so they share a chunk, which is freed
-    with the last of them.
+    of each step. Most weights are smaller than a huge page, so they share a chunk. The system gets
+    the pages of a tensor back when its storage ends, and addresses with the chunk's last one.
     """
     with _lock:
         if num_bytes > CHUNK // 4:

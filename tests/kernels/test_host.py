@@ -5,6 +5,7 @@ import mmap
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -62,6 +63,14 @@ def test_small_weights_lie_side_by_side():
     begins = [allocate(1 << 20).data_ptr() for _ in range(40)]
     assert sum(b - a == 1 << 20 for a, b in itertools.pairwise(begins)) >= 37
     assert sum(b // HUGE_PAGE == a // HUGE_PAGE for a, b in itertools.pairwise(begins)) >= 18
+
+
+def test_the_system_gets_pages_back_from_a_chunk_that_is_still_used():
+    parts = [allocate(5 << 20).fill_(1) for _ in range(9)]
+    views, full = parts[-1][1:], psutil.Process().memory_info().rss
+    del parts[1:]
+    assert full - psutil.Process().memory_info().rss > 30 << 20
+    assert parts[0].all() and views.all()
 
 
 @pytest.mark.parametrize("make", [HostBlocks, partial(PinnedBlocks, device=torch.device("cpu"))])
