@@ -8,8 +8,6 @@ ROOT = Path(__file__).parent
 CI = {  # files by folder, run by CI after `make test`
     "": "guards parity",
     "api": "sleep",
-    "bench": "scaled_head",
-    "demo": "demo_head train_head",
     "deploy": "images",
     "engine": "beams formats promise ranks recurrent recurrent_cache resume tiers",
     "equivalence": "matrix",
@@ -24,8 +22,9 @@ CI = {  # files by folder, run by CI after `make test`
 LONGEST = {  # only by `make thorough`
     "": "start",
     "api": "async_llm",
-    "bench": "commands gpu scale",
+    "bench": "commands gpu scale scaled_head",
     "cli": "completion quantize",
+    "demo": "demo_head train_head",
     "engine": "adapters cuda fork_server",
     "kernels": "coded cuda experts kv triton_sampling",
     "models": "adapters mtp_head",
