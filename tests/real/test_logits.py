@@ -11,6 +11,7 @@ from specserve_bench.perplexity import window_logits
 from tests.real.conftest import SETTINGS
 
 WINDOW, WINDOWS = 256, {"smollm2": 4, "gemma": 2}
+MORE_WINDOWS = {"smollm2": 24, "gemma": 6}  # without transformers' logits, which take long
 NEW = 32
 
 
@@ -56,9 +57,7 @@ def in_fp32(name, request, models):
 @pytest.fixture(scope="module")
 def windows(name, llm, problems):
     """Token ids of HumanEval's programs."""
-    text = "\n".join(each["prompt"] + each["canonical_solution"] for each in problems)
-    ids = llm.tokenizer.encode(text[: 8 * WINDOW * WINDOWS[name]])
-    return [ids[i * WINDOW : (i + 1) * WINDOW] for i in range(WINDOWS[name])]
+    return windows_of(llm, problems, WINDOWS[name])
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +93,13 @@ def test_perplexity_is_within_half_a_percent_of_transformers(llm, windows, wante
     assert abs((ours - theirs).exp().item() - 1) < 0.005
 
 
-def test_8_bit_activations_cost_at_most_half_a_percent_of_perplexity(in_int8, llm, windows):
+def test_8_bit_activations_cost_at_most_half_a_percent_of_perplexity(name, in_int8, llm, problems):
+    """Over few windows it varies: four had 0.63 %, and all of HumanEval 0.23 %."""
     models = {8: in_int8, None: llm}
     for bits, model in models.items():
         maps = model.weights.target.decoder.forms.maps
         assert {form.activation_bits for form in maps} == {bits}
+    windows = windows_of(llm, problems, MORE_WINDOWS[name])
     rounded, floats = (
         torch.stack([loss(window_logits(model, ids), ids) for ids in windows]).mean()
         for model in models.values()
@@ -112,6 +113,12 @@ def test_greedy_text_with_8_bit_activations_takes_probable_tokens(name, in_int8,
     found = [margins(model, p, o.token_ids) for p, o in zip(prompts, outputs, strict=True)]
     below = torch.cat(found)
     assert below.max() < 1.0 and (below > 1e-3).float().mean() < 0.1
+
+
+def windows_of(llm, problems, count):
+    text = "\n".join(each["prompt"] + each["canonical_solution"] for each in problems)
+    ids = llm.tokenizer.encode(text[: 8 * WINDOW * count])
+    return [ids[i * WINDOW : (i + 1) * WINDOW] for i in range(count)]
 
 
 def loss(logits, ids):
