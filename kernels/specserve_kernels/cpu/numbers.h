@@ -5,8 +5,8 @@
 
 #include "registers.h"
 
-// SINGLES: the floats. BF16S: their upper halves. HALVES: float16. PRODUCTS: a half for each BLOCK columns of K, times a signed
-// byte for each group.
+// SINGLES: the floats. BF16S: their upper halves. HALVES: float16. PRODUCTS: a half for each BLOCK
+// columns of K, times a signed byte for each group.
 enum Scaling : int64_t { SINGLES, BF16S, HALVES, PRODUCTS };
 constexpr int64_t BLOCK = 256;
 
@@ -78,7 +78,7 @@ static inline Products products_of(const float* x, int64_t n) {
     bool is_exact = bits >= 0 && factor * count == largest;
     for (int64_t i = 0; i < n && is_exact; i++) {
       float number = x[i] / factor;
-      is_exact = std::abs(number) <= 127.5f || number == -128;
+      is_exact = std::abs(number) < 127.5f || number == -128;
       if (!is_exact) break;
       found.counts[i] = int8_t(std::nearbyint(number));
       is_exact = found.counts[i] * factor == x[i];
