@@ -76,7 +76,8 @@ def main(argv: Sequence[str]) -> int:
         print(figure.table(result))
         if name != "demo":  # it keeps two files
             of_level = {} if args.level is None else {"level": args.level}
-            facts = suite.machine("make bench") | of_level
+            options = [f"--level {level}" for level in of_level.values()]
+            facts = suite.machine(" ".join([PROGRAM, name, *options])) | of_level
             line = json.dumps({"machine": facts} | result)
             file = "-".join([name, "cpu", *of_level.values()])
             (RESULTS / f"{file}.json").write_text(line + "\n")
