@@ -264,6 +264,7 @@ class Engine:
         self.stats.num_drafted += len(draft.tokens)
         self.stats.num_accepted += len(path.nodes)
         if reason is not None:
+            request.publish_end()
             self.finish(request.id)
         else:
             request.table.trim()

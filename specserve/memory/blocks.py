@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from specserve.memory.block_tokens import BlockTokens
 from specserve.memory.states import NO_STATE, RequestState, StateReplay
 
+LEAST_PART = 8  # a smaller part of a block is not worth a copy
 Keys = dict[str, list[bytes]]  # keys of a prompt's full blocks, by name of the KV format
 
 
@@ -182,6 +184,8 @@ class BlockPool:
         self.owners = [""] * num_blocks  # the model whose KV a block has: "target" or "draft"
         self.keys: list[bytes | None] = [None] * num_blocks
         self.found: dict[bytes, int] = {}
+        self.tokens = BlockTokens()
+        self.ends = set[int]()  # blocks with a key that are partly full: ends of texts
         self.checkpoints: dict[bytes, list[int]] = {}  # by key
         self.checkpoint_of: dict[int, bytes] = {}  # by block
         self.parts: dict[bytes, int] = {}  # blocks of checkpoints by their keys in tiers, if any
@@ -221,7 +225,7 @@ class BlockPool:
             return block
         key = self.keys[block]
         assert key is not None, "a cached block has a key"
-        if self.on_evict is not None:
+        if self.on_evict is not None and block not in self.ends:
             self.on_evict(block, key)
         self.forget(block)
         return block
@@ -244,6 +248,8 @@ class BlockPool:
         if key is not None:
             del self.found[key]
             self.keys[block] = None
+            self.tokens.drop(block)
+            self.ends.discard(block)
 
     def publish_checkpoint(self, key: bytes, blocks: Sequence[int]) -> None:
         """Cache a state, whose blocks the caller held. An existing checkpoint of the key stays."""
@@ -293,13 +299,18 @@ class BlockPool:
             else:
                 self.cached[block] = None
 
-    def publish(self, block: int, key: bytes) -> int:
-        """Give a held block a key; return the block that the key finds.
+    def publish(
+        self, block: int, key: bytes, parent: bytes = b"", tokens: "array[int] | None" = None
+    ) -> int:
+        """Give a held block a key; return the block that the key finds. With its tokens and the key
+        of the block before, a part of it is found, too.
 
         If another block has the key, the caller holds that block instead of its own. Then a table
         with a block of a prefix also holds the blocks that are found before it.
         """
         twin = self.found.setdefault(key, block)
+        if tokens is not None:
+            self.tokens.add(twin, parent, tokens)
         if twin == block:
             self.keys[block] = key
         else:
@@ -314,7 +325,8 @@ class BlockPool:
     @property
     def tier_keys(self) -> list[bytes]:
         """The keys of all blocks that a tier can store."""
-        return [*self.found, *self.parts]
+        full = (key for key, block in self.found.items() if block not in self.ends)
+        return [*full, *self.parts]
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """The blocks of these keys, up to the first unknown key."""
@@ -341,6 +353,8 @@ class BlockPool:
         self.num_resets += 1
         self.keys = [None] * self.num_blocks
         self.found.clear()
+        self.tokens.clear()
+        self.ends.clear()
         self.checkpoints.clear()
         self.checkpoint_of.clear()
         self.parts.clear()
@@ -366,6 +380,8 @@ class BlockPool:
         owned = self.num_held.total()
         assert owned == num_held, f"num_held counts {owned} blocks, but {num_held} are held"
         assert len(self.found) == num_keys, "more keys than blocks with a key"
+        keyed = self.ends | self.tokens.parents.keys()
+        assert all(self.keys[block] for block in keyed), "a block has tokens, but no key"
         blocks = {b: key for key, each in self.checkpoints.items() for b in each}
         assert blocks == self.checkpoint_of, "checkpoints and their blocks differ"
         assert not free & blocks.keys(), "a block of a checkpoint is free"
@@ -501,9 +517,10 @@ class BlockTable:
         return found
 
     def match(self, token_ids: "array[int]", spare: int) -> None:
-        """Extend the table by all blocks that the prefix cache finds, if its last block is full.
+        """Extend the table by all blocks that the prefix cache finds, and by a copy of a part of the
+        next one, if its last block is full.
 
-        At most `spare` of these blocks may be cached, i.e. held by no table. Tables with a
+        At most `spare` of these blocks may be cached, i.e. held by no table, or new. Tables with a
         recurrent state use `match_checkpoint` instead.
         """
         assert self.state.size == 0, "the state of a prefix is missing"
@@ -521,6 +538,25 @@ class BlockTable:
         if len(self.blocks) > place:
             self.num_published = len(self.blocks)
             self.num_computed = self.num_published * self.block_size
+        if spare > 0 and self.hasher is not None:
+            self.match_part(token_ids, self.hasher)
+
+    def match_part(self, token_ids: "array[int]", hasher: BlockHasher) -> None:
+        """Extend the table by a new block with the first tokens of a cached one, which the next
+        launch copies. The last token is left out, as in `num_keys`.
+        """
+        place, begin = len(self.blocks), self.num_computed
+        end = min(begin + self.block_size, len(token_ids) - 1)
+        parent = hasher.extend(token_ids, begin)[place - 1] if place else hasher.root
+        source, size = self.pool.tokens.find(parent, token_ids[begin:end])
+        if size * LEAST_PART < self.block_size:
+            return
+        blocks = self.pool.try_allocate(1, self.owner)
+        if blocks is not None:
+            if blocks[0] != source:  # else the cached block was evicted for this
+                self.pool.updates.copy(source, blocks[0])
+            self.blocks.extend(blocks)
+            self.num_computed += size
 
     def fork(self, other: "BlockTable", num_tokens: int, takes_state: bool = False) -> None:
         """Share the blocks of another table's first tokens. The first holder that writes to a
@@ -564,10 +600,28 @@ class BlockTable:
         full = self.num_computed // self.block_size
         if full == self.num_published or self.hasher is None or not self.is_publishing:
             return
-        keys = self.hasher.extend(token_ids, self.num_computed)
+        keys, size = self.hasher.extend(token_ids, self.num_computed), self.block_size
         for i in range(self.num_published, full):
-            self.blocks[i] = self.pool.publish(self.blocks[i], keys[i])
+            parent, tokens = keys[i - 1] if i else self.hasher.root, token_ids[i * size : (i + 1) * size]
+            self.blocks[i] = self.pool.publish(self.blocks[i], keys[i], parent, tokens)
         self.num_published = full
+
+    def publish_end(self, token_ids: "array[int]") -> None:
+        """Let requests find the last block of a text that has ended, which is partly full. Copies
+        of a part of it need no recurrent state, so there must be none.
+        """
+        place, number = divmod(self.num_computed, self.block_size)
+        if self.hasher is None or not self.is_publishing or self.state.size:
+            return
+        if number * LEAST_PART < self.block_size or self.is_copy_due:
+            return
+        begin = place * self.block_size
+        parent = self.hasher.extend(token_ids, begin)[place - 1] if place else self.hasher.root
+        tokens = token_ids[begin : begin + number]
+        key = hashlib.sha256(parent + b"end" + tokens.tobytes()).digest()
+        block = self.pool.publish(self.blocks[place], key, parent, tokens)
+        self.pool.ends.add(block)
+        self.blocks[place] = block
 
     def slot(self, place: int) -> int:
         """The arena slot with the KV of the request's token at index `place`."""
