@@ -264,7 +264,8 @@ class Engine:
         self.stats.num_drafted += len(draft.tokens)
         self.stats.num_accepted += len(path.nodes)
         if reason is not None:
-            request.publish_end()
+            if self.head is None:  # it has not run the last rows
+                request.publish_end()
             self.finish(request.id)
         else:
             request.table.trim()

@@ -65,11 +65,11 @@ class PoolPlan:
         self.layouts = [layouts, *([models.draft.kv_layouts(dtype)] if models.draft else [])]
         target, *drafts = self.layouts
         self.states = models.target.state_layouts()
-        size = block_size(config, models.target)
+        tokens = block_size(config, models.target)
         others = [layout for draft in drafts for layout in draft]
         self.draft_states = models.draft.state_layouts() if models.draft else ()
         pieces = (layout.piece_bytes for layout in (*self.states, *self.draft_states))
-        own = block_bytes(target, size, others)
+        own = block_bytes(target, tokens, others)
         self.block_bytes = max(own, *pieces, 0)
         self.state_size, _ = place_states(self.states, self.block_bytes)
         largest = self.block_bytes
@@ -79,7 +79,7 @@ class PoolPlan:
                 self.state_size = max(self.state_size, size)
                 largest = max(largest, num_bytes)
         self.draft_size, _ = place_states(self.draft_states, self.block_bytes)
-        self.block_sizes = [size]
+        self.block_sizes = [tokens]
         for draft in drafts:
             fits = tokens_that_fit(draft, self.block_bytes)
             self.block_sizes.append(draft_block_size(config.memory.draft_block_size, fits))

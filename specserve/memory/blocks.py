@@ -186,6 +186,8 @@ class BlockPool:
         self.found: dict[bytes, int] = {}
         self.tokens = BlockTokens()
         self.ends = set[int]()  # blocks with a key that are partly full: ends of texts
+        # Whether a held block may lack KV of a draft head, which runs its rows later
+        self.has_late_kv = False
         self.checkpoints: dict[bytes, list[int]] = {}  # by key
         self.checkpoint_of: dict[int, bytes] = {}  # by block
         self.parts: dict[bytes, int] = {}  # blocks of checkpoints by their keys in tiers, if any
@@ -543,13 +545,15 @@ class BlockTable:
 
     def match_part(self, token_ids: "array[int]", hasher: BlockHasher) -> None:
         """Extend the table by a new block with the first tokens of a cached one, which the next
-        launch copies. The last token is left out, as in `num_keys`.
+        launch copies. The last equal token is left out, because the KV of a draft head depends on
+        the next token, too.
         """
         place, begin = len(self.blocks), self.num_computed
-        end = min(begin + self.block_size, len(token_ids) - 1)
         parent = hasher.extend(token_ids, begin)[place - 1] if place else hasher.root
-        source, size = self.pool.tokens.find(parent, token_ids[begin:end])
-        if size * LEAST_PART < self.block_size:
+        next_tokens = token_ids[begin : begin + self.block_size]
+        source, num_equal = self.pool.tokens.find(parent, next_tokens)
+        size, is_late = num_equal - 1, self.pool.has_late_kv and self.pool.counts[source] > 0
+        if size * LEAST_PART < self.block_size or is_late:
             return
         blocks = self.pool.try_allocate(1, self.owner)
         if blocks is not None:
