@@ -85,6 +85,7 @@ struct IntegerPart {
   int64_t num_groups = shape.num_groups, quads = shape.quads;
   int64_t code_bytes = shape.code_bytes(), border_bytes = shape.border_bytes();
   int64_t block_groups = shape.block_groups, block_bytes = shape.block_bytes();
+  int64_t group_bytes = block_bytes / block_groups;  // with a part of the border
   int64_t lower_bytes = shape.lower_bytes(), decoded_bytes = shape.quads * COLUMNS * 4;
   int64_t counts_at = shape.counts_at(), zeros_at = shape.zeros_at();
   Scaling scaling = Scaling(shape.scaling);
@@ -114,6 +115,7 @@ template <Words KIND, GroupForm FORM> static INLINE void assume(IntegerPart& par
   part.border_bytes = SHAPE.border_bytes();
   part.block_groups = SHAPE.block_groups;
   part.block_bytes = SHAPE.block_bytes();
+  part.group_bytes = part.block_bytes / part.block_groups;
   part.lower_bytes = SHAPE.lower_bytes();
   part.counts_at = SHAPE.counts_at();
   part.scaling = Scaling(FORM.scaling);
@@ -178,7 +180,7 @@ struct IntegerVectors {
     if (upper_bits(words)) return MAX_UPPER_ROWS;
     return are_split(words) ? MAX_NIBBLE_ROWS : MAX_ROWS;
   }
-  static constexpr int64_t AHEAD = 16 << 10;  // prefetch distance in bytes
+  static constexpr int64_t AHEAD = 8 << 10;  // prefetch distance in bytes
 
   static void multiply(const IntegerPart& part, Words words, int rows) {
     switch (words) {
@@ -190,16 +192,16 @@ struct IntegerVectors {
       case INDICES: return run<INDICES>(part, rows);
     }
   }
-  // Prefetch what follows a group at a distance, into L2: L1 has buffers for fewer misses. Inlined,
-  // because GCC drops calls of a function that only prefetches.
+  // Prefetch what follows a group at a distance, into L2: L1 has buffers for fewer misses. Every
+  // group prefetches a part of the border, because a burst of misses stalls. Inlined, because GCC
+  // drops calls of a function that only prefetches.
   static INLINE void prefetch(const IntegerPart& part, const GroupPlace& at) {
     if (!part.next) return;
-    const char* from = at.index == 0 ? at.border : at.codes;
-    int64_t bytes = at.codes + part.code_bytes - from;
-    from += AHEAD;
+    const char* from = at.border + at.index * part.group_bytes + AHEAD;
     if (from >= part.behind) from = part.next + (from - part.behind);
-#pragma GCC unroll 4
-    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(from + byte, 0, 2);
+#pragma GCC unroll 10
+    for (int64_t byte = 0; byte < part.group_bytes; byte += 64)
+      __builtin_prefetch(from + byte, 0, 2);
   }
 
   // Decode a panel's codes to words of one byte each, [groups][quads][32].
