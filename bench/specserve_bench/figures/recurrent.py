@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from specserve.engine.engine import Engine
-from specserve.models.decoder import Decoder
+from specserve.models.decoder import Decoder, LoadedModel
 from specserve.models.decoder_config import DecoderConfig
 from specserve.models.loader import load_decoder
 from specserve.models.parse_config import parse
@@ -210,7 +210,7 @@ class Engines:
         return Measured(step, tree, own, dense, whole, prompt_ms(self.plain, known + tokens(NEW)))
 
 
-def engine_of(model: Decoder, name: str, drafter: str) -> Engine:
+def engine_of(model: LoadedModel, name: str, drafter: str) -> Engine:
     settings = {
         "drafter.name": drafter,
         "speculation.max_nodes": NODES,
