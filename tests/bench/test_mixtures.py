@@ -103,4 +103,21 @@ def test_recurrent_layers_are_measured_against_bytes_and_a_dense_model(tmp_path,
     (model,) = result["models"]
     assert model["state_bytes"] > 0 and model["over_bytes"]["low"] > 1
     assert model["second_turn"]["median"] < 1  # a prefix hit
+    assert model["rounds"] == 2
     assert recurrent.table(result).count("\n|") == 5
+
+
+def test_recurrent_layers_have_fewer_rounds_on_a_slow_cpu(tmp_path, monkeypatch):
+    clock = Clock(monkeypatch, target=lambda rows: 0.1 * rows)  # 16 s and more for a round
+    monkeypatch.setattr(recurrent, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(recurrent, "MODEL_SECONDS", 20)
+    monkeypatch.setattr(recurrent, "CONTEXT", 16)
+    monkeypatch.setattr(recurrent, "KNOWN", 64)
+    monkeypatch.setattr(bound.Bound, "rates", lambda self: Rates(read=1e12, multiply=1e13))
+    monkeypatch.setattr(bound, "READ_BYTES", 1 << 22)
+    monkeypatch.setattr(bound, "MULTIPLY_SECONDS", 0.001)
+    monkeypatch.setattr(pairs, "MODELS", tmp_path)
+    tiny = recurrent.SHAPES["lfm2-1.2b"] | TINY_SIZES
+    tiny |= {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    result = recurrent.measure({"tiny": tiny}, rounds=5, prompt=40)
+    assert result["models"][0]["rounds"] == recurrent.LEAST_ROUNDS == 2

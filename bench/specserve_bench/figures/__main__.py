@@ -36,6 +36,7 @@ FIGURES = {  # what they measure, without arguments
     "key-isolation": "time of a request while another API key sends expensive ones",
     "host": "host time of a step, by phase",
     "maps": "linear layers of 4 and 8 bits against bf16",
+    "products": "linear layers of 64 rows and more against the CPU's multiply-adds per second",
     "merged": "one tree of all draft sources against the draft model's, with equal draft tokens",
     "mixtures": "steps of a mixture of experts against the bytes that its rows read",
     "quantized": "trees, prompts and steps of quantized weights with 8-bit activations",
