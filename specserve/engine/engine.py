@@ -256,7 +256,7 @@ class Engine:
         if request.num_output == 0:
             request.begin_output(self.stats)
         request.extend(path.tokens)
-        self.scheduler.publish(item, path.nodes)
+        self.scheduler.publish(item, path.nodes, reason is not None)
         if request.followers:
             self.scheduler.share_prompt(request)
         self.stats.num_fallbacks += is_fallback
@@ -264,8 +264,6 @@ class Engine:
         self.stats.num_drafted += len(draft.tokens)
         self.stats.num_accepted += len(path.nodes)
         if reason is not None:
-            if self.head is None:  # it has not run the last rows
-                request.publish_end()
             self.finish(request.id)
         else:
             request.table.trim()

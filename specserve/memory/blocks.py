@@ -3,15 +3,16 @@
 import hashlib
 from array import array
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
 
-from specserve.memory.block_tokens import BlockTokens
 from specserve.memory.states import NO_STATE, RequestState, StateReplay
 
 LEAST_PART = 8  # a smaller part of a block is not worth a copy
+MOST_COMPARED = 64  # blocks after the same block: a lookup compares the latest
 Keys = dict[str, list[bytes]]  # keys of a prompt's full blocks, by name of the KV format
 
 
@@ -38,6 +39,10 @@ class BlockHasher:
             tokens = token_ids[start : start + size].tobytes()
             keys.append(hashlib.sha256((keys[-1] if keys else self.root) + tokens).digest())
         return keys
+
+    def parent(self, token_ids: "array[int]", place: int) -> bytes:
+        """Return the key before a block: that of the block before, or the first of the chain."""
+        return self.extend(token_ids, place * self.block_size)[place - 1] if place else self.root
 
 
 class KVFormat(msgspec.Struct, frozen=True):
@@ -155,6 +160,52 @@ class PendingUpdates:
         self.moves, self.stores, self.copies, self.loads = defaultdict(list), [], [], []
         self.replays = []
         return updates
+
+
+class BlockTokens:
+    """Blocks with a key and their tokens, grouped by the key of the block before them.
+
+    KV of a token depends on the tokens before it, and on nothing after it. So a request may copy
+    the first tokens of a block, if the block before and these tokens are equal.
+    """
+
+    def __init__(self) -> None:
+        self.by_parent: dict[Hashable, dict[int, array[int]]] = {}
+        self.parents: dict[int, Hashable] = {}  # by block
+
+    def add(self, block: int, parent: bytes, tokens: "array[int]") -> None:
+        self.parents[block] = parent
+        self.by_parent.setdefault(parent, {})[block] = tokens
+
+    def drop(self, block: int) -> None:
+        """Drop a block, if it is there."""
+        parent = self.parents.pop(block, None)
+        if parent is not None:
+            blocks = self.by_parent[parent]
+            del blocks[block]
+            if not blocks:
+                del self.by_parent[parent]
+
+    def clear(self) -> None:
+        self.by_parent.clear()
+        self.parents.clear()
+
+    def find(self, parent: bytes, tokens: "array[int]") -> tuple[int, int]:
+        """Return the block that begins with most of the tokens, and their number; 0 for none."""
+        best, most = -1, 0
+        for block, own in islice(reversed(self.by_parent.get(parent, {}).items()), MOST_COMPARED):
+            size = num_equal(own, tokens)
+            if size > most:
+                best, most = block, size
+        return best, most
+
+
+def num_equal(some: "array[int]", others: "array[int]") -> int:
+    """Return how many first tokens are equal."""
+    size = min(len(some), len(others))
+    if some[:size] == others[:size]:
+        return size
+    return next(i for i in range(size) if some[i] != others[i])
 
 
 class BlockPool:
@@ -519,8 +570,8 @@ class BlockTable:
         return found
 
     def match(self, token_ids: "array[int]", spare: int) -> None:
-        """Extend the table by all blocks that the prefix cache finds, and by a copy of a part of the
-        next one, if its last block is full.
+        """Extend the table by all blocks that the prefix cache finds, and by a copy of a part of
+        the next one, if its last block is full.
 
         At most `spare` of these blocks may be cached, i.e. held by no table, or new. Tables with a
         recurrent state use `match_checkpoint` instead.
@@ -548,8 +599,8 @@ class BlockTable:
         launch copies. The last equal token is left out, because the KV of a draft head depends on
         the next token, too.
         """
-        place, begin = len(self.blocks), self.num_computed
-        parent = hasher.extend(token_ids, begin)[place - 1] if place else hasher.root
+        begin = self.num_computed
+        parent = hasher.parent(token_ids, len(self.blocks))
         next_tokens = token_ids[begin : begin + self.block_size]
         source, num_equal = self.pool.tokens.find(parent, next_tokens)
         size, is_late = num_equal - 1, self.pool.has_late_kv and self.pool.counts[source] > 0
@@ -606,8 +657,9 @@ class BlockTable:
             return
         keys, size = self.hasher.extend(token_ids, self.num_computed), self.block_size
         for i in range(self.num_published, full):
-            parent, tokens = keys[i - 1] if i else self.hasher.root, token_ids[i * size : (i + 1) * size]
-            self.blocks[i] = self.pool.publish(self.blocks[i], keys[i], parent, tokens)
+            own = keys[i], self.hasher.parent(token_ids, i)
+            tokens = token_ids[i * size : (i + 1) * size]
+            self.blocks[i] = self.pool.publish(self.blocks[i], *own, tokens)
         self.num_published = full
 
     def publish_end(self, token_ids: "array[int]") -> None:
@@ -617,11 +669,10 @@ class BlockTable:
         place, number = divmod(self.num_computed, self.block_size)
         if self.hasher is None or not self.is_publishing or self.state.size:
             return
-        if number * LEAST_PART < self.block_size or self.is_copy_due:
+        if number * LEAST_PART < self.block_size or self.is_copy_due or self.pool.has_late_kv:
             return
         begin = place * self.block_size
-        parent = self.hasher.extend(token_ids, begin)[place - 1] if place else self.hasher.root
-        tokens = token_ids[begin : begin + number]
+        parent, tokens = self.hasher.parent(token_ids, place), token_ids[begin : begin + number]
         key = hashlib.sha256(parent + b"end" + tokens.tobytes()).digest()
         block = self.pool.publish(self.blocks[place], key, parent, tokens)
         self.pool.ends.add(block)

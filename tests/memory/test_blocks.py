@@ -7,8 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from specserve.memory.block_tokens import BlockTokens
-from specserve.memory.blocks import BlockHasher, BlockPool, BlockTable, KVFormat
+from specserve.memory.blocks import BlockHasher, BlockPool, BlockTable, BlockTokens, KVFormat
 
 SIZES = [1, 4, 5, 5]  # tokens a block, of a table each
 TABLES = st.integers(0, len(SIZES) - 1)

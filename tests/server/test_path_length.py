@@ -35,7 +35,7 @@ def test_a_streamed_chat_runs_code_of_few_files(folder, monkeypatch):
         with server_threads(folder) as server:
             server.stream(CHAT, chat_body())  # what is done once, at first use, is start-up
             recorder.is_on = True
-            events = server.stream(CHAT, chat_body())
+            events = server.stream(CHAT, chat_body(cache_salt="a prompt that is not cached"))
             recorder.is_on = False
     finally:
         threading.setprofile(None)
