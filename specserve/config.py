@@ -126,7 +126,13 @@ class ModelConfig(Section, frozen=True):
 class MemoryConfig(Section, frozen=True):
     """The KV cache: one paged pool for the target model and the draft model."""
 
-    block_size: Annotated[Positive, about("target model tokens per block, at least 1")] = 16
+    block_size: Annotated[
+        Positive | None,
+        about(
+            "target model tokens per block, at least 1; unset: 64 on CPUs, 16 on GPUs and for "
+            "models with recurrent layers"
+        ),
+    ] = None
     kv_bytes: Annotated[
         Positive | None, about("size of the pool in bytes; unset: kv_fraction sets it")
     ] = None

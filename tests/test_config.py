@@ -99,7 +99,7 @@ def test_no_preset_goes_untested():
         ('model = "m"', ["'model'", "[model]"]),
         ("[memory]\nzzz = 4", ["memory.zzz", "specserve config show"]),
         ("[memory]\nblock_size = 0", ["memory.block_size = 0", ">= 1"]),
-        ("[memory]\nblock_size = true", ["block_size = True", "Expected an integer, got true"]),
+        ("[memory]\nstate_interval = true", ["interval = True", "Expected an integer, got true"]),
         ('[memory]\nkv_dtype = "int4"', ["memory.kv_dtype = 'int4'", "int8 or fp8"]),
         ("[drafter]\noptions = '{\"a\": 1}'", ["Expected an object, got a string. Write a table"]),
         ("[memory]\nkv_fraction = 1.5", ["memory.kv_fraction = 1.5", "<= 1"]),
@@ -241,7 +241,7 @@ def test_what_is_shown_can_be_loaded(tmp_path, overrides):
 def test_defaults_are_the_designs():
     s, p = Config().scheduler, Config()
     assert (s.max_running, s.max_batched_tokens, s.prefill_chunk) == (64, 512, 128)
-    assert (p.max_nodes, p.max_step_nodes, Config().memory.block_size) == (63, 256, 16)
+    assert (p.max_nodes, p.max_step_nodes, Config().memory.block_size) == (63, 256, None)
     fixed = load_config(None, {"drafter.name": "ngram"})
     assert (fixed.max_nodes, fixed.max_step_nodes) == (16, 32)
 

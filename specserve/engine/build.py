@@ -143,7 +143,7 @@ def build_with(
         given = known_sources, grammars, is_served, True, *identities, followers
         engine = assemble(config, models, max_len, *given)
         of_draft = 0 if engine.draft_model is None else engine.draft_model.runner.state_size
-        sizes = engine.target.state_size, of_draft
+        sizes = engine.target.kv.block_size, engine.target.state_size, of_draft
         phases.note("pool", pool_words(config, engine.pool, *sizes))
         if engine.scheduler.tiers is not None:
             phases.note("tiers", tier_words(engine.scheduler.tiers))

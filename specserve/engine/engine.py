@@ -256,7 +256,7 @@ class Engine:
         if request.num_output == 0:
             request.begin_output(self.stats)
         request.extend(path.tokens)
-        self.scheduler.publish(item, path.nodes)
+        self.scheduler.publish(item, path.nodes, reason is not None)
         if request.followers:
             self.scheduler.share_prompt(request)
         self.stats.num_fallbacks += is_fallback

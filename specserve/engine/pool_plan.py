@@ -64,11 +64,12 @@ class PoolPlan:
         layouts = [*models.target.kv_layouts(dtype), *(head.kv_layouts(dtype) if head else ())]
         self.layouts = [layouts, *([models.draft.kv_layouts(dtype)] if models.draft else [])]
         target, *drafts = self.layouts
-        others = [layout for draft in drafts for layout in draft]
         self.states = models.target.state_layouts()
+        tokens = block_size(config, models.target)
+        others = [layout for draft in drafts for layout in draft]
         self.draft_states = models.draft.state_layouts() if models.draft else ()
         pieces = (layout.piece_bytes for layout in (*self.states, *self.draft_states))
-        own = block_bytes(target, config.memory.block_size, others)
+        own = block_bytes(target, tokens, others)
         self.block_bytes = max(own, *pieces, 0)
         self.state_size, _ = place_states(self.states, self.block_bytes)
         largest = self.block_bytes
@@ -78,7 +79,7 @@ class PoolPlan:
                 self.state_size = max(self.state_size, size)
                 largest = max(largest, num_bytes)
         self.draft_size, _ = place_states(self.draft_states, self.block_bytes)
-        self.block_sizes = [config.memory.block_size]
+        self.block_sizes = [tokens]
         for draft in drafts:
             fits = tokens_that_fit(draft, self.block_bytes)
             self.block_sizes.append(draft_block_size(config.memory.draft_block_size, fits))
@@ -108,12 +109,22 @@ class PoolPlan:
         )
 
 
+def block_size(config: Config, target: LoadedModel) -> int:
+    """Return the target model's tokens per block.
+
+    A block holds all layers, so attention of a layer reads its KV in pieces of one block. CPUs need
+    larger pieces. Checkpoints of recurrent states lie between blocks, so these stay small.
+    """
+    is_cpu = target.ops.place(torch.empty(0)).device.type == "cpu"
+    return config.memory.block_size or (64 if is_cpu and not target.state_layouts() else 16)
+
+
 def state_of_rank(config: Config, target: Decoder, shard: Shard) -> tuple[int, int]:
     """Return the bytes of a block of another rank, and the blocks of its part of a state."""
     dtype = KV_DTYPES.get(config.memory.kv_dtype, target.dtype)
     states = state_layouts(target.config, shard, target.dtype)
     own = kv_layouts(target.config, shard, dtype)
-    num_bytes = shard_block_bytes(own, states, config.memory.block_size)
+    num_bytes = shard_block_bytes(own, states, block_size(config, target))
     return num_bytes, place_states(states, num_bytes)[0]
 
 
@@ -200,12 +211,13 @@ def allocate(plan: PoolPlan, ops: Ops) -> Arena:
         ) from e
 
 
-def pool_words(config: Config, pool: BlockPool, state_size: int = 0, draft_size: int = 0) -> str:
+def pool_words(
+    config: Config, pool: BlockPool, size: int, state_size: int = 0, draft_size: int = 0
+) -> str:
+    """Return the size of the pool in words; `size` is the number of tokens per block."""
     mib = pool.num_blocks * pool.block_bytes / 2**20
     kind = "" if config.memory.kv_dtype == "auto" else f" in {config.memory.kv_dtype}"
-    tokens = pool.num_blocks * config.memory.block_size
-    size = config.memory.block_size
-    words = f"KV of {tokens} tokens{kind}, in blocks of {size}: {mib:.0f} MiB"
+    words = f"KV of {pool.num_blocks * size} tokens{kind}, in blocks of {size}: {mib:.0f} MiB"
     for name, number in (("recurrent", state_size), ("recurrent draft", draft_size)):
         if number:
             state = size_words(number * pool.block_bytes)

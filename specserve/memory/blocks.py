@@ -3,13 +3,16 @@
 import hashlib
 from array import array
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
 
 from specserve.memory.states import NO_STATE, RequestState, StateReplay
 
+LEAST_PART = 8  # a smaller part of a block is not worth a copy
+MOST_COMPARED = 64  # blocks after the same block: a lookup compares the latest
 Keys = dict[str, list[bytes]]  # keys of a prompt's full blocks, by name of the KV format
 
 
@@ -36,6 +39,10 @@ class BlockHasher:
             tokens = token_ids[start : start + size].tobytes()
             keys.append(hashlib.sha256((keys[-1] if keys else self.root) + tokens).digest())
         return keys
+
+    def parent(self, token_ids: "array[int]", place: int) -> bytes:
+        """Return the key before a block: that of the block before, or the first of the chain."""
+        return self.extend(token_ids, place * self.block_size)[place - 1] if place else self.root
 
 
 class KVFormat(msgspec.Struct, frozen=True):
@@ -155,6 +162,52 @@ class PendingUpdates:
         return updates
 
 
+class BlockTokens:
+    """Blocks with a key and their tokens, grouped by the key of the block before them.
+
+    KV of a token depends on the tokens before it, and on nothing after it. So a request may copy
+    the first tokens of a block, if the block before and these tokens are equal.
+    """
+
+    def __init__(self) -> None:
+        self.by_parent: dict[Hashable, dict[int, array[int]]] = {}
+        self.parents: dict[int, Hashable] = {}  # by block
+
+    def add(self, block: int, parent: bytes, tokens: "array[int]") -> None:
+        self.parents[block] = parent
+        self.by_parent.setdefault(parent, {})[block] = tokens
+
+    def drop(self, block: int) -> None:
+        """Drop a block, if it is there."""
+        parent = self.parents.pop(block, None)
+        if parent is not None:
+            blocks = self.by_parent[parent]
+            del blocks[block]
+            if not blocks:
+                del self.by_parent[parent]
+
+    def clear(self) -> None:
+        self.by_parent.clear()
+        self.parents.clear()
+
+    def find(self, parent: bytes, tokens: "array[int]") -> tuple[int, int]:
+        """Return the block that begins with most of the tokens, and their number; 0 for none."""
+        best, most = -1, 0
+        for block, own in islice(reversed(self.by_parent.get(parent, {}).items()), MOST_COMPARED):
+            size = num_equal(own, tokens)
+            if size > most:
+                best, most = block, size
+        return best, most
+
+
+def num_equal(some: "array[int]", others: "array[int]") -> int:
+    """Return how many first tokens are equal."""
+    size = min(len(some), len(others))
+    if some[:size] == others[:size]:
+        return size
+    return next(i for i in range(size) if some[i] != others[i])
+
+
 class BlockPool:
     """All KV blocks, with their reference counts and prefix-cache keys.
 
@@ -182,6 +235,10 @@ class BlockPool:
         self.owners = [""] * num_blocks  # the model whose KV a block has: "target" or "draft"
         self.keys: list[bytes | None] = [None] * num_blocks
         self.found: dict[bytes, int] = {}
+        self.tokens = BlockTokens()
+        self.ends = set[int]()  # blocks with a key that are partly full: ends of texts
+        # Whether a held block may lack KV of a draft head, which runs its rows later
+        self.has_late_kv = False
         self.checkpoints: dict[bytes, list[int]] = {}  # by key
         self.checkpoint_of: dict[int, bytes] = {}  # by block
         self.parts: dict[bytes, int] = {}  # blocks of checkpoints by their keys in tiers, if any
@@ -221,7 +278,7 @@ class BlockPool:
             return block
         key = self.keys[block]
         assert key is not None, "a cached block has a key"
-        if self.on_evict is not None:
+        if self.on_evict is not None and block not in self.ends:
             self.on_evict(block, key)
         self.forget(block)
         return block
@@ -244,6 +301,8 @@ class BlockPool:
         if key is not None:
             del self.found[key]
             self.keys[block] = None
+            self.tokens.drop(block)
+            self.ends.discard(block)
 
     def publish_checkpoint(self, key: bytes, blocks: Sequence[int]) -> None:
         """Cache a state, whose blocks the caller held. An existing checkpoint of the key stays."""
@@ -293,13 +352,18 @@ class BlockPool:
             else:
                 self.cached[block] = None
 
-    def publish(self, block: int, key: bytes) -> int:
-        """Give a held block a key; return the block that the key finds.
+    def publish(
+        self, block: int, key: bytes, parent: bytes = b"", tokens: "array[int] | None" = None
+    ) -> int:
+        """Give a held block a key; return the block that the key finds. With its tokens and the key
+        of the block before, a part of it is found, too.
 
         If another block has the key, the caller holds that block instead of its own. Then a table
         with a block of a prefix also holds the blocks that are found before it.
         """
         twin = self.found.setdefault(key, block)
+        if tokens is not None:
+            self.tokens.add(twin, parent, tokens)
         if twin == block:
             self.keys[block] = key
         else:
@@ -314,7 +378,8 @@ class BlockPool:
     @property
     def tier_keys(self) -> list[bytes]:
         """The keys of all blocks that a tier can store."""
-        return [*self.found, *self.parts]
+        full = (key for key, block in self.found.items() if block not in self.ends)
+        return [*full, *self.parts]
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """The blocks of these keys, up to the first unknown key."""
@@ -341,6 +406,8 @@ class BlockPool:
         self.num_resets += 1
         self.keys = [None] * self.num_blocks
         self.found.clear()
+        self.tokens.clear()
+        self.ends.clear()
         self.checkpoints.clear()
         self.checkpoint_of.clear()
         self.parts.clear()
@@ -366,6 +433,8 @@ class BlockPool:
         owned = self.num_held.total()
         assert owned == num_held, f"num_held counts {owned} blocks, but {num_held} are held"
         assert len(self.found) == num_keys, "more keys than blocks with a key"
+        keyed = self.ends | self.tokens.parents.keys()
+        assert all(self.keys[block] for block in keyed), "a block has tokens, but no key"
         blocks = {b: key for key, each in self.checkpoints.items() for b in each}
         assert blocks == self.checkpoint_of, "checkpoints and their blocks differ"
         assert not free & blocks.keys(), "a block of a checkpoint is free"
@@ -501,9 +570,10 @@ class BlockTable:
         return found
 
     def match(self, token_ids: "array[int]", spare: int) -> None:
-        """Extend the table by all blocks that the prefix cache finds, if its last block is full.
+        """Extend the table by all blocks that the prefix cache finds, and by a copy of a part of
+        the next one, if its last block is full.
 
-        At most `spare` of these blocks may be cached, i.e. held by no table. Tables with a
+        At most `spare` of these blocks may be cached, i.e. held by no table, or new. Tables with a
         recurrent state use `match_checkpoint` instead.
         """
         assert self.state.size == 0, "the state of a prefix is missing"
@@ -521,6 +591,27 @@ class BlockTable:
         if len(self.blocks) > place:
             self.num_published = len(self.blocks)
             self.num_computed = self.num_published * self.block_size
+        if spare > 0 and self.hasher is not None:
+            self.match_part(token_ids, self.hasher)
+
+    def match_part(self, token_ids: "array[int]", hasher: BlockHasher) -> None:
+        """Extend the table by a new block with the first tokens of a cached one, which the next
+        launch copies. The last equal token is left out, because the KV of a draft head depends on
+        the next token, too.
+        """
+        begin = self.num_computed
+        parent = hasher.parent(token_ids, len(self.blocks))
+        next_tokens = token_ids[begin : begin + self.block_size]
+        source, num_equal = self.pool.tokens.find(parent, next_tokens)
+        size, is_late = num_equal - 1, self.pool.has_late_kv and self.pool.counts[source] > 0
+        if size * LEAST_PART < self.block_size or is_late:
+            return
+        blocks = self.pool.try_allocate(1, self.owner)
+        if blocks is not None:
+            if blocks[0] != source:  # else the cached block was evicted for this
+                self.pool.updates.copy(source, blocks[0])
+            self.blocks.extend(blocks)
+            self.num_computed += size
 
     def fork(self, other: "BlockTable", num_tokens: int, takes_state: bool = False) -> None:
         """Share the blocks of another table's first tokens. The first holder that writes to a
@@ -564,10 +655,28 @@ class BlockTable:
         full = self.num_computed // self.block_size
         if full == self.num_published or self.hasher is None or not self.is_publishing:
             return
-        keys = self.hasher.extend(token_ids, self.num_computed)
+        keys, size = self.hasher.extend(token_ids, self.num_computed), self.block_size
         for i in range(self.num_published, full):
-            self.blocks[i] = self.pool.publish(self.blocks[i], keys[i])
+            own = keys[i], self.hasher.parent(token_ids, i)
+            tokens = token_ids[i * size : (i + 1) * size]
+            self.blocks[i] = self.pool.publish(self.blocks[i], *own, tokens)
         self.num_published = full
+
+    def publish_end(self, token_ids: "array[int]") -> None:
+        """Let requests find the last block of a text that has ended, which is partly full. Copies
+        of a part of it need no recurrent state, so there must be none.
+        """
+        place, number = divmod(self.num_computed, self.block_size)
+        if self.hasher is None or not self.is_publishing or self.state.size:
+            return
+        if number * LEAST_PART < self.block_size or self.is_copy_due or self.pool.has_late_kv:
+            return
+        begin = place * self.block_size
+        parent, tokens = self.hasher.parent(token_ids, place), token_ids[begin : begin + number]
+        key = hashlib.sha256(parent + b"end" + tokens.tobytes()).digest()
+        block = self.pool.publish(self.blocks[place], key, parent, tokens)
+        self.pool.ends.add(block)
+        self.blocks[place] = block
 
     def slot(self, place: int) -> int:
         """The arena slot with the KV of the request's token at index `place`."""

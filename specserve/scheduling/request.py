@@ -253,6 +253,11 @@ class Request(msgspec.Struct, eq=False):
         self.table.publish(self.token_ids)
         self.draft_table.publish(self.token_ids)
 
+    def publish_end(self) -> None:
+        """Let other requests find the KV after the last full block, too: this one has ended."""
+        self.table.publish_end(self.token_ids)
+        self.draft_table.publish_end(self.token_ids)
+
     def release(self) -> None:
         """Free all blocks; the KV must be computed again."""
         self.table.clear()

@@ -799,11 +799,14 @@ class Scheduler:
                 begin_snapshot(table, tokens, chunk.end, self.num_spare)
         return chunks
 
-    def publish(self, item: ScheduledRequest, nodes: Sequence[int]) -> None:
-        """Publish a request's full blocks after its tokens were appended. The next launch advances
-        its recurrent state, if there is one, by the accepted nodes.
+    def publish(self, item: ScheduledRequest, nodes: Sequence[int], has_ended: bool) -> None:
+        """Publish a request's full blocks after its tokens were appended, and its last block if the
+        text has ended. The next launch advances its recurrent state, if there is one, by the
+        accepted nodes.
         """
         item.request.publish()
+        if has_ended:
+            item.request.publish_end()
         table = item.request.table
         if table.state.size == 0:
             return

@@ -32,7 +32,7 @@ def test_the_hosts_share_of_a_step_is_all_but_ops():
 
 
 def test_every_setting_is_measured_in_steps_with_all_of_its_requests(monkeypatch, capsys):
-    small = {"ROUNDS": 1, "SHARED": 20, "OWN": 4, "NEW_TOKENS": 9}
+    small = {"ROUNDS": 1, "SHARED": 68, "OWN": 4, "NEW_TOKENS": 9}
     chosen = ("none", 2, 1.0), ("model", 1, 0.0), ("auto", 1, 0.0)
     settings = [host.HostSetting(*each) for each in chosen]
     for name, value in (small | {"SETTINGS": settings}).items():

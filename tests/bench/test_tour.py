@@ -73,8 +73,7 @@ def check(made: tour_record.Tour) -> None:
             assert sorted((n.p for n in step.nodes), reverse=True) == step.candidates[:size]
             expected = [*accumulate(step.candidates, initial=0.0)][size]
             assert step.plan.tokens == pytest.approx(1 + step.plan.kept * expected, abs=0.01)
-    shared = len(made.prompt) // made.block_size * made.block_size
-    assert 0 < made.num_cached <= shared and made.num_cached % made.block_size == 0
+    assert 0 < made.num_cached < len(made.prompt)
 
 
 def test_the_kept_record_is_consistent():

@@ -93,6 +93,7 @@ def engine_for(
         "max_step_nodes": "speculation",
         "options": "drafter",
     }
+    overrides.setdefault("block_size", 16)  # tests count blocks
     settings = {f"{sections.get(k, 'scheduler')}.{k}": v for k, v in overrides.items()}
     settings = {"memory.kv_bytes": 1 << 26, "drafter.name": name, **settings}
     if draft is not None:

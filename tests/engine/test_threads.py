@@ -60,7 +60,7 @@ def test_it_reports_how_kv_is_kept(folder, kv_dtype):
     settings = SETTINGS | {"model.path": str(folder), "memory.kv_dtype": kv_dtype}
     loaded = build(load_config(None, settings))
     assert ready(loaded).kv_dtype == kv_dtype
-    assert f" tokens in {kv_dtype}, in blocks of 16: " in loaded.phases["pool"]
+    assert f" tokens in {kv_dtype}, in blocks of 64: " in loaded.phases["pool"]
 
 
 def test_a_number_of_threads_that_the_config_names_stays(folder):

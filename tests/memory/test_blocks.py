@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from specserve.memory.blocks import BlockHasher, BlockPool, BlockTable, KVFormat
+from specserve.memory.blocks import BlockHasher, BlockPool, BlockTable, BlockTokens, KVFormat
 
 SIZES = [1, 4, 5, 5]  # tokens a block, of a table each
 TABLES = st.integers(0, len(SIZES) - 1)
@@ -271,4 +271,38 @@ def test_a_damaged_checkpoint_is_noticed(damage, words):
     pool, blocks, _ = pool_with_a_checkpoint()
     damage(pool, blocks[1])
     with pytest.raises(AssertionError, match=words):
+        pool.check([])
+
+
+def test_the_block_that_begins_with_most_of_the_tokens_is_found():
+    known, tokens = BlockTokens(), array("i", [1, 2, 3, 4])
+    known.add(5, b"a", array("i", [1, 2, 9, 9]))
+    known.add(6, b"a", array("i", [1, 2, 3, 9]))
+    known.add(7, b"b", tokens)
+    assert known.find(b"a", tokens) == (6, 3)
+    assert known.find(b"a", tokens[:1]) == (6, 1), "the latest of equally good ones"
+    assert known.find(b"a", array("i", [9])) == known.find(b"c", tokens) == (-1, 0)
+    known.drop(6)
+    known.drop(6)
+    assert known.find(b"a", tokens) == (5, 2)
+    known.drop(5)
+    assert list(known.by_parent) == [b"b"]
+    known.clear()
+    assert known.find(b"b", tokens) == (-1, 0) and not known.parents
+
+
+def test_a_part_of_a_block_is_not_found_after_its_eviction_or_a_reset():
+    for event in ("evict_all", "reset_cache"):
+        pool, text = BlockPool(4), array("i", range(20))
+        table = BlockTable(pool, 8, hasher=BlockHasher(b"root", 8))
+        assert table.try_reserve(20)
+        table.num_computed = 20
+        table.publish(text)
+        table.publish_end(text)
+        table.clear()
+        assert pool.ends and len(pool.tokens.parents) == len(pool.found) == 3
+        getattr(pool, event)()
+        other = BlockTable(pool, 8, hasher=BlockHasher(b"root", 8))
+        other.match(text, 4)
+        assert not other.blocks and not pool.ends and not pool.tokens.by_parent
         pool.check([])

@@ -37,7 +37,7 @@ class Model:
         self.tables = {}  # by number: a table and its text
         self.waiting = set()
         self.known = {}  # key -> content: all that was ever published
-        self.num = {"loaded": 0, "computed": 0, "cancelled": 0}
+        self.num = dict.fromkeys(("loaded", "copied", "computed", "cancelled", "ended"), 0)
 
     def text(self):
         """Many begin alike."""
@@ -94,8 +94,14 @@ class Model:
             return
         table.match(text, self.pool.num_available)
         self.num["loaded"] += table.num_published
-        for place in range(table.num_computed):
+        full = table.num_published * SIZE
+        self.num["copied"] += table.num_computed - full
+        for place in range(full):
             self.check_slot(table, text, place)
+        if table.num_computed > full and self.rng.random() < 0.5:
+            self.launch()  # or a later step copies the part of a block, or none
+            for place in range(full, table.num_computed):
+                self.check_slot(table, text, place)
 
     def compute(self, number):
         """Write the next tokens, as a launch does after the updates."""
@@ -110,6 +116,10 @@ class Model:
         table.num_computed = max(end, table.num_computed)
         table.publish(text)
         table.trim()
+        if self.rng.random() < 0.2:
+            table.publish_end(text)
+            self.num["ended"] += len(self.pool.ends)
+            self.end(number)
 
     def cell(self, table, place):
         block, offset = divmod(table.slot(place), SIZE)

@@ -33,7 +33,8 @@ def test_a_streamed_chat_runs_code_of_few_files(folder, monkeypatch):
     threading.setprofile(recorder)  # of every thread that begins from here on
     try:
         with server_threads(folder) as server:
-            server.stream(CHAT, chat_body())  # what is done once, at first use, is start-up
+            # What is done once, at first use, is start-up. No prefix is found, so none is copied.
+            server.stream(CHAT, chat_body(messages=[{"role": "user", "content": "a mat, a dog"}]))
             recorder.is_on = True
             events = server.stream(CHAT, chat_body())
             recorder.is_on = False

@@ -47,7 +47,7 @@ def test_a_start_ends_with_what_is_served_how_and_where(server, folder):
     sources = "auto (sources: ngram, grammar, prediction)"
     assert drafter == f"drafter {sources}, up to 63 draft tokens per request and step"
     assert re.fullmatch(
-        r"memory KV of \d+ tokens, in blocks of 16: 18 MiB; up to 512 tokens per request", memory
+        r"memory KV of \d+ tokens, in blocks of 64: 18 MiB; up to 512 tokens per request", memory
     )
     assert re.fullmatch(rf"ready in [\d.]+ s at {server.url}", address)
     assert page == f"open {server.url} in a browser, or send a request:"
