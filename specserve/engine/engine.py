@@ -156,10 +156,10 @@ class Engine:
             return refused + self.give_up(scheduled, e)
         outputs = self.commit(scheduled, sampled, paths)
         self.stats.num_steps += 1
-        self.scheduler.timed(len(step.token_ids), perf_counter() - drafted_at)
+        self.scheduler.timed(step.num_rows, perf_counter() - drafted_at)
         self.stats.step_seconds += (seconds := perf_counter() - start)
         drafting = self.stats.draft_seconds - drafting
-        self.plain_steps.observe(self.scheduler.step, len(step.token_ids), seconds - drafting)
+        self.plain_steps.observe(self.scheduler.step, step.num_rows, seconds - drafting)
         return refused + outputs
 
     def admit(self) -> list[StepOutput]:
@@ -194,7 +194,7 @@ class Engine:
         """Run the step's forward; return the target's tokens after the rows that are read."""
         start = perf_counter()
         answers = self.target.collect(step, self.target.launch(step))
-        self.stats.num_rows += len(step.token_ids)
+        self.stats.num_rows += step.num_rows
         seconds = perf_counter() - start
         self.stats.verify_seconds += seconds
         if self.speculator is not None:

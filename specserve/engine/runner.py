@@ -2,11 +2,10 @@
 
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cache, partial
 from itertools import accumulate
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -40,12 +39,15 @@ from specserve_kernels import (
     SampleParams,
     StateLayer,
     StateRows,
+    StepColumns,
     Threads,
     reserve,
+    tensor_of,
 )
 from specserve_kernels.ops import Outputs
 
 Processor = Callable[[Tensor], Tensor]
+Result = TypeVar("Result")
 
 
 class Draws(NamedTuple):
@@ -209,9 +211,7 @@ class StepInput(NamedTuple):
     """A step as plain arrays, which a recorded graph or a native program could also take.
 
     updates    done first, to any model's KV
-    token_ids  [R]  int64
-    qo_indptr .. mask     the fields of kernels' Rows, in its order and dtypes
-    read       [n]  int64  the rows whose logits are read, ascending
+    columns    token ids, rows, and the rows whose logits are read, ascending
     draws      sampling parameters of the token after each of these; None: only logits are needed
     logprobs   logprobs to return; None: none
     adapters   adapters of rows; None: no row has one
@@ -219,16 +219,7 @@ class StepInput(NamedTuple):
     """
 
     updates: KVUpdates
-    token_ids: NDArray[np.int64]
-    qo_indptr: NDArray[np.int32]
-    indptr: NDArray[np.int32]
-    indices: NDArray[np.int32]
-    last_page_len: NDArray[np.int32]
-    positions: NDArray[np.int32]
-    slots: NDArray[np.int64]
-    prefix: NDArray[np.int32]
-    mask: NDArray[np.int64]
-    read: NDArray[np.int64]
+    columns: StepColumns
     draws: Draws | None
     logprobs: AskedLogprobs | None = None
     adapters: AdapterRows | None = None
@@ -236,25 +227,11 @@ class StepInput(NamedTuple):
 
     def rows(self) -> Rows:
         """Return the rows as the ops take them; host tensors that share the arrays' memory."""
-        arrays = (torch.from_numpy(getattr(self, name)) for name in Rows._fields[:-2])
-        return Rows._make([*arrays, self.adapters, self.states])
+        return self.columns.rows(self.adapters, self.states)
 
-
-class StepColumns(NamedTuple):
-    """The arrays of a StepInput while they grow. They are Python arrays, which are faster than
-    NumPy for the few rows of most steps.
-    """
-
-    token_ids: "array[int]"
-    qo_indptr: "array[int]"
-    indptr: "array[int]"
-    indices: "array[int]"
-    last_page_len: "array[int]"
-    positions: "array[int]"
-    slots: "array[int]"
-    prefix: "array[int]"
-    mask: "array[int]"  # unsigned, because bit 63 is a node
-    read: "array[int]"
+    @property
+    def num_rows(self) -> int:
+        return len(self.columns.token_ids)
 
 
 def build_step_input(
@@ -271,20 +248,11 @@ def build_step_input(
     The pending updates are taken last, when errors are unlikely: from then on they are lost unless
     the step is launched.
     """
-    columns = empty_columns()
+    columns = StepColumns.empty()
     add_groups(columns, groups)
     return StepInput(
         updates=pending.take(),
-        token_ids=np.frombuffer(columns.token_ids, np.int64),
-        qo_indptr=np.frombuffer(columns.qo_indptr, np.int32),
-        indptr=np.frombuffer(columns.indptr, np.int32),
-        indices=np.frombuffer(columns.indices, np.int32),
-        last_page_len=np.frombuffer(columns.last_page_len, np.int32),
-        positions=np.frombuffer(columns.positions, np.int32),
-        slots=np.frombuffer(columns.slots, np.int64),
-        prefix=np.frombuffer(columns.prefix, np.int32),
-        mask=np.frombuffer(columns.mask, np.int64),
-        read=np.frombuffer(columns.read, np.int64),
+        columns=columns,
         draws=draws,
         logprobs=logprobs,
         adapters=adapter_rows(groups, num_slots) if num_slots else None,
@@ -407,21 +375,6 @@ def snapshot_at(group: RowGroup) -> int:
     return at if state.snapshot and 0 < at <= known else 0
 
 
-def empty_columns() -> StepColumns:
-    return StepColumns(
-        token_ids=array("q"),
-        qo_indptr=array("i", [0]),
-        indptr=array("i", [0]),
-        indices=array("i"),
-        last_page_len=array("i"),
-        positions=array("i"),
-        slots=array("q"),
-        prefix=array("i"),
-        mask=array("Q"),
-        read=array("q"),
-    )
-
-
 def add_groups(columns: StepColumns, groups: Sequence[RowGroup]) -> None:
     token_ids, qo_indptr, indptr, indices, last_page_len, *by_row, read = columns
     positions, slots, prefix, mask = by_row
@@ -489,6 +442,12 @@ class Launched(NamedTuple):
 AT_ONCE = 1 << 20
 
 
+@cache
+def all_rows(n: int) -> Tensor:
+    """Return the numbers of n rows. Cached, so never written to."""
+    return torch.arange(n)
+
+
 class TargetTokens:
     """The target's token after each row that was read."""
 
@@ -508,7 +467,7 @@ class TargetTokens:
         exist.
         """
         if self.tokens is None and self.draws.is_fast and self.logits.numel() <= AT_ONCE:
-            every = torch.arange(len(self.logits))
+            every = all_rows(self.logits.shape[0])
             self.tokens = self.ops.sample(self.logits, every, self.draws.params()).tolist()
         if self.tokens is not None:
             return [self.tokens[row] for row in rows]
@@ -563,35 +522,37 @@ class Runner:
         """
         if step.updates:
             self.update(step.updates)
-        with self.using_threads(len(step.token_ids)):
-            return self.compute(step, residual)
+        return self.on_threads(step.num_rows, partial(self.compute, step, residual))
 
-    @contextmanager
-    def using_threads(self, rows: int) -> Iterator[None]:
-        """Use the threads for a forward of so many rows."""
+    def on_threads(self, rows: int, run: Callable[[], Result]) -> Result:
+        """Run a forward of so many rows on the number of threads that is best for them."""
         if self.threads is None:
-            yield
-            return
+            return run()
         start = perf_counter()
         self.threads.use(rows)
-        yield
+        result = run()
         self.threads.observe(rows, perf_counter() - start)
+        return result
 
     def compute(self, step: StepInput, residual: Tensor | None = None) -> Launched:
+        columns = step.columns
         if step.states is not None:
-            borders = torch.from_numpy(step.qo_indptr)
+            borders = tensor_of(columns.qo_indptr)
             reserve_kept(self.kv.states, self.program, step.states, borders)
-        token_ids, read = torch.from_numpy(step.token_ids), torch.from_numpy(step.read)
         if step.draws is not None and self.is_sliced(step, step.draws):
-            return self.compute_in_slices(step, token_ids, read, step.draws)
-        if not self.ops.samples_ahead or step.draws is None or len(read) == 0:
-            self.outputs = self.program.run(step.rows(), token_ids, read, residual=residual)
+            return self.compute_in_slices(step, step.draws)
+        if not self.ops.samples_ahead or step.draws is None or len(columns.read) == 0:
+            if residual is None:
+                self.outputs = self.program.run_columns(columns, step.adapters, step.states)
+            else:
+                given = tensor_of(columns.token_ids), tensor_of(columns.read)
+                self.outputs = self.program.run(step.rows(), *given, residual=residual)
             logits = self.outputs.logits
             return Launched(torch.empty(0, 0) if logits is None else logits, None)
-        each, params = torch.arange(len(read)), step.draws.params()
+        each, params = all_rows(len(columns.read)), step.draws.params()
         # Columns travel with the step's inputs. Lists and masks may not fit there.
         also: Sequence[Tensor] = [each, *params.columns] if params.is_plain else []
-        self.outputs = self.program.run(step.rows(), token_ids, read, also)
+        self.outputs = self.program.run_columns(columns, step.adapters, step.states, also)
         _, logits, _, also = self.outputs
         assert logits is not None, "rows were to be read"
         if also:
@@ -602,17 +563,16 @@ class Runner:
     def is_sliced(self, step: StepInput, draws: Draws) -> bool:
         """Return whether tokens must be sampled slice by slice, because not all logits are kept."""
         is_scored = step.logprobs is not None and len(step.logprobs.rows) > 0
-        is_lost = len(step.read) > HEAD_ROWS or is_scored
+        is_lost = len(step.columns.read) > HEAD_ROWS or is_scored
         return bool(draws.processors) or (is_lost and not self.ops.samples_ahead)
 
-    def compute_in_slices(
-        self, step: StepInput, token_ids: Tensor, read: Tensor, draws: Draws
-    ) -> Launched:
+    def compute_in_slices(self, step: StepInput, draws: Draws) -> Launched:
         """Do the same as `compute`, with the logits of HEAD_ROWS rows at a time; sample all their
         tokens.
         """
         tokens, logprobs = [torch.empty(0, dtype=torch.int64)], []
-        asked = step.logprobs
+        asked, columns = step.logprobs, step.columns
+        token_ids, read = tensor_of(columns.token_ids), tensor_of(columns.read)
         self.outputs = self.program.run(step.rows(), token_ids, read[:HEAD_ROWS])
         logits = self.outputs.logits
         for first in range(0, len(read), HEAD_ROWS):

@@ -3,13 +3,13 @@
 import random
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 
-from specserve.engine.runner import KVLost, RowGroup, StepInput, build_step_input, greedy_draws
+from specserve.engine.runner import KVLost, RowGroup, build_step_input, greedy_draws
 from specserve.memory.blocks import BlockPool, BlockTable, PendingUpdates
 from specserve.models.decoder import Decoder
+from specserve_kernels import StepColumns, tensor_of
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import engine_for, load_small, logits_of
 
@@ -41,7 +41,7 @@ def random_groups(seed):
 
 def row_by_row(groups):
     """The same step, built row by row."""
-    out = {name: [] for name in StepInput._fields[1:-4]}
+    out = {name: [] for name in StepColumns._fields}
     out["qo_indptr"], out["indptr"] = [0], [0]
     for g in groups:
         size, end = g.table.block_size, g.start + len(g.token_ids)
@@ -82,11 +82,10 @@ def test_a_step_has_the_rows_of_its_requests(seed):
     groups = random_groups(seed)
     step = build_step_input(groups, PendingUpdates())
     for name, want in row_by_row(groups).items():
-        got = getattr(step, name)
+        got = tensor_of(getattr(step.columns, name))
         assert got.tolist() == want, name
-        assert got.dtype == (
-            np.int64 if name in ("token_ids", "slots", "mask", "read") else np.int32
-        )
+        is_long = name in ("token_ids", "slots", "mask", "read")
+        assert got.dtype == (torch.int64 if is_long else torch.int32)
 
 
 def test_a_step_takes_the_pending_updates_once_and_moves_come_in_order():
