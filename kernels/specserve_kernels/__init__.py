@@ -35,6 +35,7 @@ from specserve_kernels.types import (
     StepColumns,
     Threads,
     Window,
+    all_rows,
     tensor_of,
 )
 
@@ -71,6 +72,7 @@ __all__ = [
     "StepColumns",
     "Threads",
     "Window",
+    "all_rows",
     "is_out_of_memory",
     "load",
     "reserve",

@@ -356,6 +356,12 @@ class SampleParams(NamedTuple):
         return SampleParams.of((column[rows] for column in self.columns), edits, masks)
 
 
+@cache
+def all_rows(n: int) -> Tensor:
+    """Return the numbers of n rows, int64. Do not modify them: they are cached."""
+    return torch.arange(n)
+
+
 class Logprobs(NamedTuple):
     """Logprobs of n tokens and of the k most probable tokens at the same positions; host tensors.
 
