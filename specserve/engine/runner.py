@@ -17,7 +17,7 @@ from specserve.memory.arena import Arena
 from specserve.memory.blocks import BlockTable, KVUpdates, PendingUpdates
 from specserve.memory.states import StateReplay
 from specserve.models.decoder import LoadedModel
-from specserve.scheduling import ScheduledRequest
+from specserve.scheduling import Request, ScheduledRequest
 from specserve.scheduling.text_state import (
     NodeMask,
     TextState,
@@ -41,6 +41,7 @@ from specserve_kernels import (
     StateRows,
     StepColumns,
     Threads,
+    all_rows,
     reserve,
     tensor_of,
 )
@@ -174,8 +175,8 @@ def plain_draws(
     samplings: Sequence[Sampling], lengths: Sequence[int], drafts: Sequence[Draft]
 ) -> Draws:
     """Return parameters without edits and masks."""
-    if all(s.temperature == 0 for s in samplings):
-        return greedy_draws(len(drafts) + sum(map(len, drafts)))
+    if all([s.temperature == 0 for s in samplings]):
+        return greedy_draws(len(drafts) + sum([len(draft.tokens) for draft in drafts]))
     places = [n + depth for n, d in zip(lengths, drafts, strict=True) for depth in d.depths()]
     each = [s for s, d in zip(samplings, drafts, strict=True) for _ in range(1 + len(d))]
     return Draws(
@@ -271,6 +272,13 @@ def step_input_of(
     is in the step.
     """
     requests = [item.request for item in sampled]
+    if is_plain(scheduled, requests, num_slots):
+        columns = StepColumns.empty()
+        add_roots(columns, scheduled)
+        each = [item.draft for item in sampled]
+        lengths = [item.end for item in sampled]
+        draws = plain_draws([r.sampling for r in requests], lengths, each)
+        return StepInput(pending.take(), columns, draws)
     has_text = False
     for request in requests:
         # Do this here and not on arrival, because many prompts may arrive between two steps.
@@ -293,6 +301,39 @@ def step_input_of(
         num_kept += len(item.draft.tokens)
     groups = [rows_of(item) for item in scheduled]
     return build_step_input(groups, pending, draws, logprobs, num_slots)
+
+
+def is_plain(
+    scheduled: Sequence[ScheduledRequest], requests: Sequence[Request], num_slots: int
+) -> bool:
+    """Return whether a step has only roots, without draft tokens, logprobs and changes of logits.
+    `requests` are those that sample a token.
+    """
+    if num_slots or len(requests) < len(scheduled) or scheduled[0].request.table.state.size:
+        return False
+    # Lists: a generator's frame takes longer than the rest of a request.
+    if any([item.draft.tokens or item.end - item.start > 1 for item in scheduled]):
+        return False
+    return all([request.is_plain for request in requests])
+
+
+def add_roots(columns: StepColumns, roots: Sequence[ScheduledRequest]) -> None:
+    """Add a row for each request, its last known token, to empty columns."""
+    num, indices = len(roots), columns.indices
+    for item in roots:
+        table, start = item.request.table, item.start
+        block, offset = divmod(start, table.block_size)
+        indices.extend(table.blocks[: block + 1])
+        columns.indptr.append(len(indices))
+        columns.last_page_len.append(offset + 1)
+        columns.slots.append(indices[-1] * table.block_size + offset)
+    starts = [item.start for item in roots]
+    columns.token_ids.extend([item.request.token_ids[item.start] for item in roots])
+    columns.positions.extend(starts)
+    columns.prefix.extend([start + 1 for start in starts])
+    columns.mask.frombytes(bytes(columns.mask.itemsize * num))
+    columns.qo_indptr.extend(range(1, num + 1))
+    columns.read.extend(range(num))
 
 
 def asked_logprobs(
@@ -442,12 +483,6 @@ class Launched(NamedTuple):
 AT_ONCE = 1 << 20
 
 
-@cache
-def all_rows(n: int) -> Tensor:
-    """Return the numbers of n rows. Cached, so never written to."""
-    return torch.arange(n)
-
-
 class TargetTokens:
     """The target's token after each row that was read."""
 
@@ -462,7 +497,7 @@ class TargetTokens:
         """Return whether the logits of all rows that were read are available."""
         return len(self.logits) > 0
 
-    def after(self, rows: list[int]) -> list[int]:
+    def after(self, rows: Sequence[int]) -> list[int]:
         """Return the tokens after some of the rows that are read; sample them now unless they
         exist.
         """
@@ -556,8 +591,8 @@ class Runner:
         _, logits, _, also = self.outputs
         assert logits is not None, "rows were to be read"
         if also:
-            each, *columns = also
-            params = SampleParams.of(columns)
+            each, *own = also
+            params = SampleParams.of(own)
         return Launched(logits, self.ops.sample(logits, each, params))
 
     def is_sliced(self, step: StepInput, draws: Draws) -> bool:
