@@ -190,12 +190,12 @@ class Plans:
         """Update all accounts after a step. `taken` holds the seconds that an accepted token saved,
         of planning and of considering; `bits` are those of `note_models`.
         """
+        runs, seconds = None, array("d", taken)
         if models:
             given = array("q", bits)
             self.native.note_models(self.handle, given.buffer_info()[0])
-        runs = (ModelRun * len(models))(*models)
-        seconds = array("d", taken)
-        self.native.settle(self.handle, seconds.buffer_info()[0], byref(runs), len(models))
+            runs = byref((ModelRun * len(models))(*models))
+        self.native.settle(self.handle, seconds.buffer_info()[0], runs, len(models))
 
     def clear(self) -> None:
         """Forget the step."""
@@ -226,6 +226,10 @@ class AcceptanceStats:
         out = array("d", bytes(8 * len(AccountState._fields)))
         self.native.read_account(self.handle, self.plans.number(name), id, out.buffer_info()[0])
         return AccountState(*out)
+
+    def set_account(self, name: str, left: float, saved: float) -> None:
+        """Set the budget of a source's trials, and its average over all requests."""
+        self.native.set_account(self.handle, self.plans.number(name), left, saved)
 
     @property
     def accounts(self) -> dict[str, AccountState]:

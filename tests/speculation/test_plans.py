@@ -1,13 +1,16 @@
 """Accounts and choices in C++, against the same in Python, step by step in random worlds."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from specserve.exchange.messages import Stats
+from specserve.speculation import acceptance
+from specserve.speculation.acceptance import NoLibraryError, Plans
+from specserve_kernels.cpu import BuildError
 from tests.engine.clock import Clock
 from tests.speculation import oracle_requests, oracle_speculator
-from tests.speculation.oracle_accounts import OracleStats, SourceAccount
+from tests.speculation.oracle_accounts import OracleStats, SourceAccount, Trust
 from tests.speculation.oracle_speculator import OracleSpeculator
 from tests.speculation.test_regret import (
     always,
@@ -92,14 +95,12 @@ def account_of(stats, name, id):
 def states(world, clock, others, start, cls=None):
     clock.now = start
     engine = Engine(world, clock).with_auto(*(make(clock) for make in others))
-    if any(make is unforeseen for make in others):
-        engine.speculator.sources[-1].engine = engine
+    for source in engine.speculator.sources:
+        source.engine = engine
     if cls is not None:
         before = engine.speculator
         given = before.sources, before.model_sources, engine.scheduler, None, Stats()
         engine.speculator = cls(*given)
-    for model in engine.speculator.model_sources:
-        model.engine = engine
     found = []
     for _ in range(STEPS):
         engine.step()
@@ -135,15 +136,36 @@ def clock():
 OTHERS = st.sampled_from([[], [bad], [slow], [failing], [unforeseen], [failing, unforeseen]])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20, deadline=None, phases=set(Phase) - {Phase.shrink})
 @given(worlds(), OTHERS)
 def test_accounts_and_drafts_are_those_of_the_slow_form(clock, world, others):
     start = clock.now
     want = states(world, clock, others, start, OracleSpeculator)
     got = states(world, clock, others, start)
-    for number, ((roots, counts, values), (own, of_own, others_)) in enumerate(
-        zip(want, got, strict=True)
-    ):
-        assert own == roots, number
-        assert of_own == counts, number
-        assert others_ == pytest.approx(values, rel=1e-9, abs=1e-12), number
+    for number, (expected, found) in enumerate(zip(want, got, strict=True)):
+        assert found[:2] == expected[:2], number
+        assert found[2] == pytest.approx(expected[2], rel=1e-9, abs=1e-12), number
+
+
+def test_auto_needs_the_library(monkeypatch):
+    def fail():
+        raise BuildError("no compiler")
+
+    monkeypatch.setattr(acceptance, "plan_functions", fail)
+    with pytest.raises(NoLibraryError, match="Install a C\\+\\+ compiler"):
+        Plans()
+
+
+def test_trust_follows_what_was_kept_of_promises_and_returns_without_evidence():
+    trust = Trust(rate=0.1, least=0.5, most=1.25)
+    assert trust.value == 1.0
+    for _ in range(200):
+        trust.add(0.7, 1.0)
+    assert trust.value == pytest.approx(0.7, abs=0.01)
+    for _ in range(40):
+        trust.fade()
+    assert trust.value == pytest.approx(1.0, abs=0.01)
+    for saved, value in ((0.0, 0.5), (9.0, 1.25)):
+        for _ in range(200):
+            trust.add(saved, 1.0)
+        assert trust.value == value
