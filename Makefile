@@ -23,6 +23,9 @@ TIMED = $(shell grep -rl --include='test_*.py' 'mark\.timed' tests)
 
 DIST := dist
 
+# Two workers, each with whole files in the order of tests/conftest.py; only tests of times rerun.
+ON_TWO := -n 2 --dist loadfile --no-loadscope-reorder -p no:rerunfailures
+
 .PHONY: setup test promises timed thorough check browser pictures equivalence equivalence-tools real real-quick real-models agents lint docs reference dist \
 	serve generate bench soak gpu-check gpu-wheels
 
@@ -43,11 +46,11 @@ $(COMPILED): $(INSTALLED) $(KERNELS)
 	touch $@
 
 test: setup
-	$(PY) -m pytest -m "not slow and not timed and not thorough and not real" -n 2 --dist loadfile
+	$(PY) -m pytest -m "not slow and not timed and not thorough and not real" $(ON_TWO)
 
 # The part of what `thorough` adds that CI runs: texts of all families and drafters, restarts, refusals, ...
 promises: setup
-	$(PY) -m pytest -m "ci and not slow and not timed" -n 2 --dist loadfile
+	$(PY) -m pytest -m "ci and not slow and not timed" $(ON_TWO)
 
 # Tests of times, alone on the machine.
 timed: setup
@@ -55,7 +58,7 @@ timed: setup
 
 # All tests but the slow ones, about fifteen minutes on two cores; CI runs those of `test`, `promises` and `timed`.
 thorough: setup
-	$(PY) -m pytest -m "not slow and not timed and not real" -n 2 --dist loadfile
+	$(PY) -m pytest -m "not slow and not timed and not real" $(ON_TWO)
 	$(MAKE) timed
 
 check: thorough

@@ -12,7 +12,7 @@ from hypothesis import settings
 
 from specserve.logs import StderrHandler
 from tests.pairs import leave_pairs
-from tests.thorough import IN_CI, PATHS, mark_thorough
+from tests.thorough import IN_CI, PATHS, mark_thorough, sort_by_length
 
 # Else torch complains of cuBLAS in deterministic mode, in which unwritten memory holds NaN.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -58,12 +58,14 @@ def pytest_collection():
 
 
 @pytest.hookimpl(tryfirst=True)  # by these marks items are left out afterwards
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    sort_by_length(items)
     leave_pairs(items)
     mark_thorough(items)
+    may_rerun = config.pluginmanager.has_plugin("rerunfailures")
     for item in items:
         # A bound in seconds is broken by any busy neighbor, by a slow engine three times in a row.
-        if item.get_closest_marker("timed"):
+        if may_rerun and item.get_closest_marker("timed"):
             item.add_marker(pytest.mark.flaky(reruns=2))
         if not torch.cuda.is_available():
             if item.get_closest_marker("gpu"):

@@ -95,6 +95,7 @@ class Bound:
         # Half of the logical cores may be all that memory or the units take.
         self.threads = sorted({max(1, cores // 2), cores})
         self.unit: str = self.library.bound_unit().decode()
+        self.code_unit: str = self.library.bound_code_unit().decode()
         self.turns = 1 << 12
         while self.multiply(self.threads[-1])[1] < MULTIPLY_SECONDS:
             self.turns *= 2
@@ -117,6 +118,15 @@ class Bound:
         flops: int = self.library.bound_multiply(self.turns, threads)
         return flops, perf_counter() - start
 
+    def code_rate(self) -> float:
+        """Operations on 8-bit codes per second, with the best number of threads."""
+        rates = list[float]()
+        for threads in self.threads:
+            start = perf_counter()
+            done = self.library.bound_multiply_codes(self.turns, threads)
+            rates.append(done / (perf_counter() - start))
+        return max(rates)
+
 
 def compiled() -> ctypes.CDLL:
     with TemporaryDirectory(prefix="specserve-bound-") as folder:
@@ -131,5 +141,7 @@ def compiled() -> ctypes.CDLL:
     library.bound_read.restype = ctypes.c_uint64
     library.bound_multiply.argtypes = ctypes.c_int64, ctypes.c_int
     library.bound_multiply.restype = ctypes.c_int64
-    library.bound_unit.restype = ctypes.c_char_p
+    library.bound_multiply_codes.argtypes = ctypes.c_int64, ctypes.c_int
+    library.bound_multiply_codes.restype = ctypes.c_int64
+    library.bound_unit.restype = library.bound_code_unit.restype = ctypes.c_char_p
     return library

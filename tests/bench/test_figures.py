@@ -47,7 +47,8 @@ def test_a_level_of_the_kernels_has_a_file_of_its_own(measured, monkeypatch, cap
     monkeypatch.setattr(figures, "use_level", used.append)
     assert figures.main(["recurrent", "--level", level]) == 0
     assert used == [level] and kept() == {f"recurrent-cpu-{level}.json"}
-    assert f'"level": "{level}"' in capsys.readouterr().out
+    command = f"{figures.PROGRAM} recurrent --level {level}"
+    assert f'"command": "{command}", "level": "{level}"' in capsys.readouterr().out
     for argv, words in (
         (["recurrent", "--level=x"], "this CPU cannot run level 'x'; it can run"),
         (["server", f"--level={level}"], "--level supports only steps, .* not server"),

@@ -279,8 +279,8 @@ class Watch:
     def poison(self):
         pool, draft = self.engine.pool, self.engine.draft_model
         free = set(pool.free)
-        for block in free - self.poisoned:
-            self.arena.blocks[block].fill_(255)  # NaN, in any dtype
+        if blocks := [*(free - self.poisoned)]:
+            self.arena.blocks[blocks] = 255  # NaN, in any dtype
         self.poisoned = free
         kv = {"target": self.engine.target.kv, "draft": draft.runner.kv if draft else None}
         layers = {scope: each.layers for scope, each in kv.items() if each is not None}

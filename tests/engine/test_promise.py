@@ -282,7 +282,8 @@ def recycling(texts):
 def stretched(limits):
     """Room in a step for two trees of full size; a host tier only with a prefix cache."""
     host_bytes = limits["host_bytes"] if limits["prefix_cache"] else 0
-    return limits | {"max_step_nodes": 2 * limits["max_nodes"], "host_bytes": host_bytes}
+    more = {"max_step_nodes": 2 * limits["max_nodes"], "host_bytes": host_bytes}
+    return limits | more | {"kv_bytes": 1 << 22}  # of 8,192 tokens; each step checks all blocks
 
 
 def check(engine, scenario, events, want):

@@ -242,7 +242,9 @@ SINGLES, BF16S, HALVES, PRODUCTS = range(4)
 NARROW = {  # codes, bits, scaling, bytes of a group of the 50 columns' two panels
     "Q4_0": (narrow(0, 15, 32, "halves"), 4, HALVES, 512 + 64),
     "Q4_1": (narrow(0, 15, 32, "halves", "halves", 0), 4, HALVES, 512 + 128),
+    "Q4_1 of bf16": (narrow(0, 15, 32, "bf16", "bf16", 0), 4, BF16S, 512 + 128),
     "Q5_0": (narrow(112, 143, 32, "halves"), 5, HALVES, 640 + 64),
+    "Q5_0 of bf16": (narrow(112, 143, 32, "bf16"), 5, BF16S, 640 + 64),
     "Q5_1": (narrow(112, 143, 32, "halves", "halves", 112), 5, HALVES, 640 + 128),
     "Q8_0": (narrow(0, 255, 32, "tiny halves"), 8, HALVES, 1024 + 64),
     "Q4_K": (narrow(0, 15, 32, "small products", "products", 0), 4, PRODUCTS, 512 + 64 + 16),
@@ -250,6 +252,8 @@ NARROW = {  # codes, bits, scaling, bytes of a group of the 50 columns' two pane
     "Q6_K": (narrow(96, 159, 16, "products"), 6, PRODUCTS, 384 + 32 + 4),
     "Q6_K and Q4_K": (narrow(120, 159, 16, "products", "zeros", 120), 6, PRODUCTS, 384 + 64 + 8),
     "IQ4_XS": (narrow(0, 15, 32, "products", table=VALUES), 4, PRODUCTS, 512 + 32 + 8),
+    "zeros": (narrow(0, 15, 32, "halves", zero=7), 4, HALVES, 512 + 64 + 64),
+    "8 bits and offsets": (narrow(0, 255, 32, "halves", "halves"), 8, HALVES, 1024 + 128),
     "w4": (narrow(0, 15, 64, "bf16"), 4, BF16S, 1024 + 64),
     "w4 in a byte": (narrow(120, 135, 64, "bf16"), 4, BF16S, 1024 + 64),
     "5 bits in groups of 64": (narrow(112, 143, 64, "bf16"), 8, BF16S, 2048 + 64),
@@ -273,7 +277,7 @@ def test_codes_and_scales_take_few_bits_and_have_the_bits_of_the_reference(gemm,
     table = 64 if codes.table else 0
     assert packed.words.nbytes == 2 * K // codes.group * group_bytes + table
     want = want.outputs(reference, x, list(range(R)))
-    for n in (1, 4, 5, 8, 13, 17, R):
+    for n in (1, 2, 3, 4, 5, 8, 13, 17, R):
         got = maps.outputs(gemm, x[:n], list(range(n)))
         assert all(torch.equal(got[name], want[name][:n]) for name in EXACT)
 

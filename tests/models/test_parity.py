@@ -239,6 +239,7 @@ def case(request, tmp_path_factory):
         return folder, ids, found.logits[0], states
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("block_size", [1, 16, 17])
 @pytest.mark.parametrize("ops", builds(), ids=lambda m: m.__name__.rpartition(".")[2])
 def test_logits_are_those_of_transformers(case, ops, block_size):
@@ -372,6 +373,7 @@ def ops_of_streams(config):
     return [*ops, "elementwise", "norm", "linear", "elementwise"]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
 def test_a_recorded_forward_over_kv_of_8_bits_does_too(case, dtype, kv_dtype):

@@ -36,8 +36,10 @@ FIGURES = {  # what they measure, without arguments
     "key-isolation": "time of a request while another API key sends expensive ones",
     "host": "host time of a step, by phase",
     "maps": "linear layers of 4 and 8 bits against bf16",
+    "products": "linear layers of 64 rows and more against the CPU's multiply-adds per second",
     "merged": "one tree of all draft sources against the draft model's, with equal draft tokens",
     "mixtures": "steps of a mixture of experts against the bytes that its rows read",
+    "quantized": "trees, prompts and steps of quantized weights with 8-bit activations",
     "recurrent": "steps, prompts and second turns of models with recurrent layers",
     "targets": "long prompts that arrive while streams with a TPOT target run",
     "ranks": "steps of a 0.6B model in two ranks against one process on the same cores",
@@ -47,7 +49,10 @@ FIGURES = {  # what they measure, without arguments
     "demo": "each drafter with the demo models, also at 0.6B compute; draws plots",
 }
 # These compute in this process only, so that `--level` applies to all of it.
-OF_KERNELS = "steps", "families", "kv", "sampling", "maps", "mixtures", "recurrent"
+OF_KERNELS = (
+    *("steps", "families", "kv", "sampling", "maps", "mixtures", "quantized"),
+    "recurrent",
+)
 # These have `add_arguments`. They take long, and are measured only if they come first.
 LONG = (
     *("speculation", "open-loop", "replicas", "heads", "lm-eval", "structured", "sources"),
@@ -76,7 +81,8 @@ def main(argv: Sequence[str]) -> int:
         print(figure.table(result))
         if name != "demo":  # it keeps two files
             of_level = {} if args.level is None else {"level": args.level}
-            facts = suite.machine("make bench") | of_level
+            options = [f"--level {level}" for level in of_level.values()]
+            facts = suite.machine(" ".join([PROGRAM, name, *options])) | of_level
             line = json.dumps({"machine": facts} | result)
             file = "-".join([name, "cpu", *of_level.values()])
             (RESULTS / f"{file}.json").write_text(line + "\n")

@@ -26,7 +26,7 @@ def measure() -> list[Result]:
             suite.Loader().load_each(SETTINGS, models),
             [workload(w, requests, seed=0) for w in ("questions", "completion")],
             rounds=7,
-            command="make bench",
+            command="python -m specserve_bench.figures demo",
         )
         print(report(result))
         content = msgspec.json.encode(result) + b"\n"

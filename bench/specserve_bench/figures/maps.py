@@ -43,13 +43,13 @@ KINDS = (
 class Map:
     """Copies of a weight, each of which an op multiplies rows by: they come from memory."""
 
-    def __init__(self, kind: Kind, size: int = N) -> None:
+    def __init__(self, kind: Kind, size: int = N, most: int = max(ROWS)) -> None:
         draw = torch.Generator().manual_seed(0)
         packed = cpu.prepack(weight(kind, size, size, draw))
         count = max(2, -(-(96 << 20) // packed.words.nbytes)) if size == N else 2
         self.copies = [packed._replace(words=packed.words.clone()) for _ in range(count)]
-        self.x = torch.randn(max(ROWS), size, generator=draw).bfloat16()
-        self.out = torch.empty(max(ROWS), size, dtype=torch.bfloat16)
+        self.x = torch.randn(most, size, generator=draw).bfloat16()
+        self.out = torch.empty(most, size, dtype=torch.bfloat16)
         self.args = [
             arguments.linear(0, self.x, p, None, self.out, arguments.PLAIN) for p in self.copies
         ]
@@ -57,7 +57,7 @@ class Map:
         self.ops = (native.Op * count)(*(native.Op(linear, addressof(a), 0) for a in self.args))
 
     def ms(self, num_rows: int) -> float:
-        """Seconds of one layer, in a list of all copies' layers, like a program's."""
+        """Milliseconds of one layer, in a list of all copies' layers, like a program's."""
         step = native.StepStruct((num_rows, 0))
         start = perf_counter()
         native.run(self.ops, step, torch.get_num_threads())

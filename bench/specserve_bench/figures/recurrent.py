@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from specserve.engine.engine import Engine
-from specserve.models.decoder import Decoder
+from specserve.models.decoder import Decoder, LoadedModel
 from specserve.models.decoder_config import DecoderConfig
 from specserve.models.loader import load_decoder
 from specserve.models.parse_config import parse
@@ -33,6 +33,8 @@ STEPS = 32  # measured per round
 NODES = 15  # draft tokens: with the root, a step of 16 rows
 PROMPT = 1000
 KNOWN, NEW = 1500, 40  # tokens of a conversation, and of its next message
+WARM_UP = 8  # the first round has prompts of this part of their tokens
+MODEL_SECONDS, LEAST_ROUNDS = 100, 2  # of a model: no round begins later, after this many
 MAX_LEN = 4096
 LIMITS = {"over_bytes": 1.25, "tree": 1.6, "over_dense": 1.35, "second_turn": 0.1}
 CONV, LINEAR, FULL = "conv", "linear_attention", "full_attention"
@@ -98,6 +100,14 @@ class FixedChain:
         pass
 
 
+class Sizes(NamedTuple):
+    """Tokens of a round's prompts."""
+
+    context: int
+    prompt: int
+    known: int
+
+
 class Measured(NamedTuple):
     """Milliseconds of a round."""
 
@@ -113,10 +123,9 @@ class Measured(NamedTuple):
 def measure(
     shapes: Mapping[str, Mapping[str, Any]] = SHAPES, rounds: int = 5, prompt: int = PROMPT
 ) -> dict[str, Any]:
-    """For each shape, medians over interleaved rounds."""
+    """For each shape, medians over interleaved rounds: `rounds`, or fewer on a slow CPU."""
     bound = Bound()
     return {
-        "rounds": rounds,
         "prompt": prompt,
         "known": KNOWN,
         "new": NEW,
@@ -133,15 +142,19 @@ def figure(
     config = model.config
     state = sum(layout.num_pieces * layout.piece_bytes for layout in model.state_layouts())
     num_bytes = streamed_bytes(model) + 2 * state + CONTEXT * kv_token_bytes(config)
-    engines.round(0, prompt)  # warms up
+    engines.round(0, Sizes(CONTEXT // WARM_UP, prompt // WARM_UP, KNOWN // WARM_UP))
     reading, taken = list[float](), list[Measured]()
-    for number in range(1, rounds + 1):
+    start, sizes = perf_counter(), Sizes(CONTEXT, prompt, KNOWN)
+    while len(taken) < rounds and (
+        len(taken) < LEAST_ROUNDS or perf_counter() - start < MODEL_SECONDS
+    ):
         reading.append(1e3 * num_bytes / bound.rates().read)
-        taken.append(engines.round(number, prompt))
-    assert engines.tree.stats.num_drafted >= NODES * STEPS * rounds, "trees are smaller"
+        taken.append(engines.round(len(taken) + 1, sizes))
+    assert engines.tree.stats.num_drafted >= NODES * STEPS * len(taken), "trees are smaller"
     each = {field: [getattr(m, field) for m in taken] for field in Measured._fields}
     return {
         "model": name,
+        "rounds": len(taken),
         "state_bytes": state,
         "step_bytes": num_bytes,
         **{f"{field}_ms": extremes(times) for field, times in each.items()},
@@ -182,21 +195,22 @@ class Engines:
         self.dense = engine_of(dense, f"{name}-dense", "none")
         self.vocab_size = model.config.vocab_size
 
-    def round(self, number: int, prompt: int) -> Measured:
+    def round(self, number: int, sizes: Sizes) -> Measured:
         rng = random.Random(number)
 
         def tokens(size: int) -> list[int]:
             return [rng.randrange(100, self.vocab_size) for _ in range(size)]
 
-        ids, known = tokens(prompt), tokens(KNOWN)
-        step, tree = (step_ms(engine, tokens(CONTEXT)) for engine in (self.plain, self.tree))
+        ids, known = tokens(sizes.prompt), tokens(sizes.known)
+        context = sizes.context
+        step, tree = (step_ms(engine, tokens(context)) for engine in (self.plain, self.tree))
         own, dense = (prompt_ms(engine, ids) for engine in (self.plain, self.dense))
-        whole = prompt_ms(self.plain, tokens(KNOWN + NEW))
+        whole = prompt_ms(self.plain, tokens(sizes.known + NEW))
         prompt_ms(self.plain, known)  # the first turn
         return Measured(step, tree, own, dense, whole, prompt_ms(self.plain, known + tokens(NEW)))
 
 
-def engine_of(model: Decoder, name: str, drafter: str) -> Engine:
+def engine_of(model: LoadedModel, name: str, drafter: str) -> Engine:
     settings = {
         "drafter.name": drafter,
         "speculation.max_nodes": NODES,

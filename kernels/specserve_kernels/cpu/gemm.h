@@ -13,11 +13,11 @@ constexpr int COLUMNS = 32;
 constexpr int LINE = 16;        // words per cache line
 constexpr int TILE_WORDS = 16;  // a panel's word count is a multiple of this
 
-static inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // A panel of a gated weight [2 F, K] has 16 gate columns and the 16 matching columns of the other
 // half. N is F then.
-static inline int64_t panel_columns(bool is_gated) { return is_gated ? COLUMNS / 2 : COLUMNS; }
+static constexpr int64_t panel_columns(bool is_gated) { return is_gated ? COLUMNS / 2 : COLUMNS; }
 
 // The packed shape of a weight [N, K].
 struct Shape {

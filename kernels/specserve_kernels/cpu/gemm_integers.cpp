@@ -226,13 +226,12 @@ template <class Source> struct IntegerMultiplier {
       quantize_row(a.row<Source>(r), num_groups, shape.group, to);
   }
 
-  void multiply(Range panels, const char* next_panel) {
-    for (int64_t p = panels.begin; p < panels.end; p++)
-      multiply_panel(p, p + 1 < panels.end ? panel(p + 1) : next_panel);
+  void multiply(Range panels, const char* next) {
+    for (int64_t p = panels.begin; p < panels.end; p++) multiply_panel(p, panel(panels.end), next);
   }
-  void multiply_panel(int64_t p, const char* next) {
+  void multiply_panel(int64_t p, const char* behind, const char* next) {
     alignas(64) float totals[MAX_BLOCK * COLUMNS];
-    IntegerPart part = part_of(p, next, totals);
+    IntegerPart part = part_of(p, behind, next, totals);
     Words words = decodes(slab) ? decode(part, shape.words()) : shape.words();
     for (int64_t b = 0; b < num_blocks(slab); b++) {
       Range of = block(slab, b);
@@ -267,7 +266,7 @@ template <class Source> struct IntegerMultiplier {
     part.next = nullptr;
     return words == NIBBLES ? DECODED : BYTES;
   }
-  IntegerPart part_of(int64_t p, const char* next, float* totals) const {
+  IntegerPart part_of(int64_t p, const char* behind, const char* next, float* totals) const {
     return {.shape = shape,
             .codes = nullptr,
             .groups = nullptr,
@@ -276,6 +275,7 @@ template <class Source> struct IntegerMultiplier {
             .panel = panel(p),
             .decoded = nullptr,
             .table = shape.has_table ? (const char*)a.packed + shape.table_at() : nullptr,
+            .behind = behind,
             .next = next,
             .totals = totals};
   }

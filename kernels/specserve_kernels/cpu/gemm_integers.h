@@ -44,29 +44,29 @@ struct IntegerShape {
   int64_t quads = divide_up(group, 2 * QUAD) * 2;  // per group
   int64_t block_groups = scaling == PRODUCTS ? BLOCK / group : 1;
 
-  int64_t num_panels() const { return divide_up(N, panel_columns(is_gated)); }
-  Words words() const {
+  constexpr int64_t num_panels() const { return divide_up(N, panel_columns(is_gated)); }
+  constexpr Words words() const {
     return has_table ? INDICES : bits == 4 ? NIBBLES : bits == 5 ? FIVES : bits == 6 ? SIXES : BYTES;
   }
-  int64_t lower_bytes() const { return quads * QUAD * COLUMNS * (bits < 8 ? 4 : 8) / 8; }
-  int64_t code_bytes() const {
+  constexpr int64_t lower_bytes() const { return quads * QUAD * COLUMNS * (bits < 8 ? 4 : 8) / 8; }
+  constexpr int64_t code_bytes() const {
     return lower_bytes() + divide_up(quads * upper_bits(words()), 8) * COLUMNS * 4;
   }
-  int64_t numbers_bytes() const { return COLUMNS * (scaling == SINGLES ? 4 : 2); }
-  int64_t counts_at() const { return (1 + has_offsets) * numbers_bytes(); }
-  int64_t zeros_at() const {
+  constexpr int64_t numbers_bytes() const { return COLUMNS * (scaling == SINGLES ? 4 : 2); }
+  constexpr int64_t counts_at() const { return (1 + has_offsets) * numbers_bytes(); }
+  constexpr int64_t zeros_at() const {
     int64_t counts = scaling == PRODUCTS ? block_groups * (1 + has_offsets) * COLUMNS : 0;
     return counts_at() + counts;
   }
-  int64_t border_bytes() const { return zeros_at() + has_zeros * COLUMNS * sizeof(int16_t); }
-  int64_t block_bytes() const { return border_bytes() + block_groups * code_bytes(); }
-  int64_t panel_bytes() const { return num_groups / block_groups * block_bytes(); }
-  int64_t table_at() const { return num_panels() * panel_bytes(); }
-  int64_t packed_bytes() const { return table_at() + has_table * 64; }
-  int64_t padded() const { return quads * QUAD; }  // values of a group
+  constexpr int64_t border_bytes() const { return zeros_at() + has_zeros * COLUMNS * sizeof(int16_t); }
+  constexpr int64_t block_bytes() const { return border_bytes() + block_groups * code_bytes(); }
+  constexpr int64_t panel_bytes() const { return num_groups / block_groups * block_bytes(); }
+  constexpr int64_t table_at() const { return num_panels() * panel_bytes(); }
+  constexpr int64_t packed_bytes() const { return table_at() + has_table * 64; }
+  constexpr int64_t padded() const { return quads * QUAD; }  // values of a group
   // Return the stored number that stands for 0 if there are no zeros.
-  int middle() const { return bits < 8 && !has_table ? zero : BYTE_ZERO; }
-  int16_t stored_zero(uint8_t zero) const { return bits == 4 ? zero : zero - 128 + BYTE_ZERO; }
+  constexpr int middle() const { return bits < 8 && !has_table ? zero : BYTE_ZERO; }
+  constexpr int16_t stored_zero(uint8_t zero) const { return bits == 4 ? zero : zero - 128 + BYTE_ZERO; }
 };
 
 // A block of rows times a panel.
@@ -78,12 +78,14 @@ struct IntegerPart {
   const char* panel;
   const char* decoded;   // of the first group, or null
   const char* table;
-  const char* next;  // panel to prefetch after this one; null: nothing is prefetched
-  float* totals;     // [rows][32]
+  const char* behind;    // end of the panels that are multiplied now
+  const char* next;      // the panels after them; null: nothing is prefetched
+  float* totals;         // [rows][32]
 
   int64_t num_groups = shape.num_groups, quads = shape.quads;
   int64_t code_bytes = shape.code_bytes(), border_bytes = shape.border_bytes();
   int64_t block_groups = shape.block_groups, block_bytes = shape.block_bytes();
+  int64_t group_bytes = block_bytes / block_groups;  // with a part of the border
   int64_t lower_bytes = shape.lower_bytes(), decoded_bytes = shape.quads * COLUMNS * 4;
   int64_t counts_at = shape.counts_at(), zeros_at = shape.zeros_at();
   Scaling scaling = Scaling(shape.scaling);
@@ -91,6 +93,35 @@ struct IntegerPart {
 
   const RowGroup& row(int r, int64_t group) const { return groups[group * num_rows + r]; }
 };
+
+// What the sizes of a group depend on, apart from its words. ANY_FORM: the weight's own.
+struct GroupForm {
+  int64_t quads, scaling;
+  bool has_offsets;
+};
+constexpr GroupForm ANY_FORM{0, 0, false};
+constexpr int64_t bits_of(Words words) {
+  return words == NIBBLES || words == INDICES ? 4 : words == FIVES ? 5 : words == SIXES ? 6 : 8;
+}
+// Replace the sizes in a part by those of a form, which the compiler knows. There are no zeros.
+template <Words KIND, GroupForm FORM> static INLINE void assume(IntegerPart& part) {
+  constexpr int64_t K = FORM.scaling == PRODUCTS ? BLOCK : FORM.quads * QUAD;
+  constexpr IntegerShape SHAPE{.N = COLUMNS, .K = K, .bits = bits_of(KIND),
+                               .group = FORM.quads * QUAD, .has_zeros = false,
+                               .has_offsets = FORM.has_offsets, .has_table = KIND == INDICES,
+                               .is_gated = false, .zero = 0, .scaling = FORM.scaling};
+  part.quads = SHAPE.quads;
+  part.code_bytes = SHAPE.code_bytes();
+  part.border_bytes = SHAPE.border_bytes();
+  part.block_groups = SHAPE.block_groups;
+  part.block_bytes = SHAPE.block_bytes();
+  part.group_bytes = part.block_bytes / part.block_groups;
+  part.lower_bytes = SHAPE.lower_bytes();
+  part.counts_at = SHAPE.counts_at();
+  part.scaling = Scaling(FORM.scaling);
+  part.has_offsets = FORM.has_offsets;
+  part.has_zeros = false;
+}
 
 // The place of a group in a panel. Groups are visited in order.
 struct GroupPlace {
@@ -144,11 +175,12 @@ struct IntegerVectors {
   static constexpr int MAX_ROWS = REGISTER == 64 ? 7 : 4;
   static constexpr int MAX_NIBBLE_ROWS = REGISTER == 64 ? 12 : 4;
   static constexpr int MAX_UPPER_ROWS = REGISTER == 64 ? 8 : 4;  // of codes with upper bits
+  static constexpr int MAX_FEW = 4;  // rows for which code is compiled by form
   static constexpr int max_rows(Words words) {
     if (upper_bits(words)) return MAX_UPPER_ROWS;
     return are_split(words) ? MAX_NIBBLE_ROWS : MAX_ROWS;
   }
-  static constexpr int64_t AHEAD = 4 << 10;  // prefetch distance in bytes
+  static constexpr int64_t AHEAD = 8 << 10;  // prefetch distance in bytes
 
   static void multiply(const IntegerPart& part, Words words, int rows) {
     switch (words) {
@@ -160,13 +192,16 @@ struct IntegerVectors {
       case INDICES: return run<INDICES>(part, rows);
     }
   }
-  // Inlined, because GCC drops calls of a function that only prefetches.
-  static INLINE void prefetch(const IntegerPart& part, int64_t g) {
+  // Prefetch what follows a group at a distance, into L2: L1 has buffers for fewer misses. Every
+  // group prefetches a part of the border, because a burst of misses stalls. Inlined, because GCC
+  // drops calls of a function that only prefetches.
+  static INLINE void prefetch(const IntegerPart& part, const GroupPlace& at) {
     if (!part.next) return;
-    int64_t each = part.block_bytes / part.block_groups;  // of a group, with a part of the border
-    int64_t to = g * each + AHEAD, end = part.num_groups * each;
-    const char* from = to < end ? part.panel + to : part.next + (to - end) % end;
-    for (int64_t byte = 0; byte < each; byte += 64) __builtin_prefetch(from + byte, 0, 0);
+    const char* from = at.border + at.index * part.group_bytes + AHEAD;
+    if (from >= part.behind) from = part.next + (from - part.behind);
+#pragma GCC unroll 10
+    for (int64_t byte = 0; byte < part.group_bytes; byte += 64)
+      __builtin_prefetch(from + byte, 0, 2);
   }
 
   // Decode a panel's codes to words of one byte each, [groups][quads][32].
@@ -182,6 +217,7 @@ struct IntegerVectors {
  private:
   typedef void (*Function)(const IntegerPart&);
 
+  static constexpr int64_t usual_quads(Words words) { return words == SIXES ? 4 : 8; }  // GGUF's
   // Registers across a panel: for all columns, or for half of them.
   static constexpr int across(int rows) {
     constexpr int ALL = COLUMNS / WORDS;
@@ -194,7 +230,7 @@ struct IntegerVectors {
     rw table = table_of(part);
     GroupPlace at(part);
     for (int64_t g = 0; g < part.num_groups; g++, at.next(part)) {
-      prefetch(part, g);
+      prefetch(part, at);
       for (int64_t pair = 0; pair < part.quads / 2; pair++)
 #pragma GCC unroll 2
         for (int i = 0; i < 2; i++, to += COLUMNS * 4)
@@ -226,10 +262,35 @@ struct IntegerVectors {
     TABLE<KIND>[rows - 1](part);
   }
   template <Words KIND, int ROWS> static void block(const IntegerPart& part) {
-    constexpr int V = across(ROWS), USUAL = KIND == SIXES ? 4 : 8;  // quads of GGUF's groups
+    if constexpr (ROWS <= MAX_FEW && KIND != DECODED)
+      if (block_of<KIND, ROWS, PRODUCTS>(part) || block_of<KIND, ROWS, HALVES>(part) ||
+          block_of<KIND, ROWS, BF16S>(part))
+        return;
+    all_columns<KIND, ROWS, ANY_FORM>(part);
+  }
+  // Multiply by code for a GGUF type's form, if the part has it.
+  template <Words KIND, int ROWS, Scaling SCALING>
+  static INLINE bool block_of(const IntegerPart& part) {
+    constexpr int64_t USUAL = usual_quads(KIND);
+    if (part.scaling != SCALING || part.quads != USUAL || part.has_zeros || part.decoded)
+      return false;
+    if constexpr (KIND != BYTES && KIND != INDICES)
+      if (part.has_offsets) {
+        all_columns<KIND, ROWS, GroupForm{USUAL, SCALING, true}>(part);
+        return true;
+      }
+    if (part.has_offsets) return false;
+    all_columns<KIND, ROWS, GroupForm{USUAL, SCALING, false}>(part);
+    return true;
+  }
+  template <Words KIND, int ROWS, GroupForm FORM>
+  static INLINE void all_columns(const IntegerPart& part) {
+    constexpr int V = across(ROWS);
+    constexpr int64_t USUAL = usual_quads(KIND);
     for (int column = 0; column < COLUMNS; column += V * WORDS)
-      if (upper_bits(KIND) || part.quads == USUAL) columns<KIND, ROWS, V, USUAL>(part, column);
-      else columns<KIND, ROWS, V, 0>(part, column);
+      if (upper_bits(KIND) || FORM.quads || part.quads == USUAL)
+        columns<KIND, ROWS, V, USUAL, FORM>(part, column);
+      else columns<KIND, ROWS, V, 0, FORM>(part, column);
   }
   // Unrolled, because registers cannot be indexed; otherwise sums would be in memory.
   template <int ROWS, int V, class F> static INLINE void each(F f) {
@@ -240,8 +301,9 @@ struct IntegerVectors {
   }
 
   // QUADS: quads per group; 0: any number.
-  template <Words KIND, int ROWS, int V, int QUADS>
-  static INLINE void columns(const IntegerPart part, int column) {
+  template <Words KIND, int ROWS, int V, int QUADS, GroupForm FORM>
+  static INLINE void columns(IntegerPart part, int column) {
+    if constexpr (FORM.quads > 0) assume<KIND, FORM>(part);
     constexpr bool IN_REGISTERS = ROWS <= MAX_ROWS;
     rf totals[ROWS][V];
     auto total_at = [&](int r, int v) { return part.totals + r * COLUMNS + column + v * WORDS; };
@@ -252,7 +314,7 @@ struct IntegerVectors {
     rw table = table_of(part);
     GroupPlace at(part);
     for (int64_t g = 0; g < part.num_groups; g++, at.next(part)) {
-      if (column == 0) prefetch(part, g);
+      if (column == 0) prefetch(part, at);
       ri sums[ROWS][V];
       each<ROWS, V>(
           [&](int r, int v) { sums[r][v] = broadcast_integer(part.row(r, g).start); });

@@ -49,7 +49,7 @@ struct IntegerTiles {
     memset(part.totals, 0, rows * COLUMNS * sizeof(float));
     GroupPlace at(part);
     for (int64_t g = 0; g < part.num_groups; g++, at.next(part)) {
-      IntegerVectors::prefetch(part, g);
+      IntegerVectors::prefetch(part, at);
       const int8_t* x = part.codes + g * part.codes_bytes;
       const char* words = part.decoded ? part.decoded + g * part.decoded_bytes : at.codes;
       zero_tile(0);
