@@ -556,9 +556,10 @@ class NativeTrie(BaseTrie):
         """Return the drafts in the buffers, which have `size` draft tokens together."""
         out = BUFFERS
         tokens, parents, numbers, nodes = [column[:size].tolist() for column in out.ints]
-        addresses = (a.buffer_info()[0] for a in (out.counts, out.expected, out.codes))
+        of_counts, of_expected = out.counts.buffer_info()[0], out.expected.buffer_info()[0]
+        addresses = of_counts, of_expected, out.of_codes
         counts, expanded = out.counts[:num_requests].tolist(), numbers if any(numbers) else None
-        return CutColumns(counts, tokens, parents, expanded, nodes, tuple(addresses))
+        return CutColumns(counts, tokens, parents, expanded, nodes, addresses)
 
     def draft(self, chosen: Sequence[int]) -> ChosenDraft:
         n, which, out = len(chosen), array("i", chosen), BUFFERS

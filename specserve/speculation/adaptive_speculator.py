@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import msgspec
 
@@ -72,7 +73,8 @@ class RequestDraft:
 
     def bind(self) -> None:
         """Let its sources serve it."""
-        number, number_in_tries = self.acceptance.plans.number, self.calibration.number
+        tries: Any = self.calibration  # in C++
+        number, number_in_tries = self.acceptance.plans.number, tries.number
         self.estimating = list[tuple[DraftSource, str, int]]()  # with the bit of their place
         self.names = [*(source.name for source in self.allowed), *self.models]
         fields = array("q")
@@ -173,7 +175,7 @@ class AdaptiveSpeculator:
         self.extending = [source for source in sources if source.extends_paths]
         self.observing = [source for source in sources if source.learns_drafts]
         self.recyclers = [TokenRecycler(source) for source in sources if source.num_successors]
-        self.plans = Plans() if before is None else before.plans
+        self.plans: Plans = Plans() if before is None else before.plans
         self.use_sources()
         self.make_stats = partial(AcceptanceStats, plans=self.plans)
         self.acceptance = PerTenant(partial(self.make_stats, prior))
@@ -247,7 +249,7 @@ class AdaptiveSpeculator:
         if any(due):
             self.estimate([self.stepped[place] for place in places], due)
         asked = self.plans.ask(len(places)) if places else ()
-        return [(roots[place], self.stepped[place], *found) for place, *found in asked]
+        return [(roots[place], self.stepped[place], bits, n) for place, bits, n in asked]
 
     def estimate(self, roots: Sequence[RequestDraft], due: Sequence[int]) -> None:
         """Let each source whose estimates are due estimate its requests together."""
