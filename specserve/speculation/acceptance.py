@@ -169,7 +169,7 @@ class Plans:
         tokens: Sequence[int],
         prices: tuple[float, float],
         num_sources: int,
-    ) -> tuple[list[int], list[float]]:
+    ) -> tuple[list[int], "array[float]"]:
         """Count the results of requests. `rows` holds for each its handle, and how many draft
         tokens, accepted ones and new tokens it has. `num_sources` is of all of them together.
 
@@ -182,7 +182,7 @@ class Plans:
         out = (a.buffer_info()[0] for a in (counts, sums))
         n = len(rows) // 4
         self.native.learn(self.handle, given.buffer_info()[0], n, *addresses, *prices, *out)
-        return counts.tolist(), sums.tolist()
+        return counts.tolist(), sums
 
     def settle(
         self, taken: Sequence[float], models: Sequence[ModelRun], bits: Sequence[int]

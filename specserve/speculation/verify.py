@@ -291,17 +291,20 @@ class SpecDecodeStats:
     def add(self, names: Sequence[str], sums: Sequence[float]) -> None:
         """Add the sums of a step by source, see `SourceSums` in C++."""
         for name, begin in zip(names, range(0, len(sums), SUMS), strict=True):
-            verified, accepted, saved = sums[begin : begin + 3]
-            if not verified:
+            if not sums[begin]:
                 continue
+            verified, accepted, saved = sums[begin : begin + 3]
             own = self.sums[name]
             own.verified += int(verified)
             own.accepted += int(accepted)
             own.saved_seconds += saved
-            for depth, number in enumerate(sums[begin + 3 : begin + SUMS]):
-                if number:
-                    own.accepted_at += [0] * (depth + 1 - len(own.accepted_at))
-                    own.accepted_at[depth] += int(number)
+            depth, left = 0, int(accepted)
+            while left:
+                number = int(sums[begin + 3 + depth])
+                if depth == len(own.accepted_at):
+                    own.accepted_at.append(0)
+                own.accepted_at[depth] += number
+                depth, left = depth + 1, left - number
 
     def tree_of(
         self, draft: Draft, sources: Sequence[Sequence[str]], accepted: Sequence[int]
