@@ -45,6 +45,7 @@ from specserve.models.selection import Drafters, check_drafter, context_length, 
 from specserve.models.source import open_source
 from specserve.scheduling import Scheduler
 from specserve.scheduling.scheduler import StepBudget, seconds
+from specserve.speculation.acceptance import NoLibraryError
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
 from specserve.speculation.costs import StepCosts
 from specserve.speculation.draft_model import DraftModel
@@ -349,7 +350,7 @@ def build_speculator(
             return adaptive_speculator(config, parts, earlier)
         executor = parts.head if name == EAGLE else parts.draft_model
         drafter = make_drafter(name, config.drafter.options, executor)
-    except DrafterError as e:
+    except (DrafterError, NoLibraryError) as e:
         raise ConfigError(str(e)) from e
     return FixedSpeculator(name, drafter, parts.scheduler, executor, parts.num_ids, parts.stats)
 
