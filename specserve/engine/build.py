@@ -45,12 +45,12 @@ from specserve.models.selection import Drafters, check_drafter, context_length, 
 from specserve.models.source import open_source
 from specserve.scheduling import Scheduler
 from specserve.scheduling.scheduler import StepBudget, seconds
-from specserve.speculation.acceptance import NoLibraryError
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
 from specserve.speculation.costs import StepCosts
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.executor import DraftModelSource
 from specserve.speculation.head_model import HeadModel
+from specserve.speculation.planner import NoLibraryError
 from specserve.speculation.speculator import (
     FixedSpeculator,
     Speculator,

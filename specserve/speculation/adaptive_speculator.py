@@ -15,13 +15,19 @@ import msgspec
 from specserve.engine.runner import KVLost, TargetTokens
 from specserve.exchange.messages import CalibrationPoint, SpeculationState, Stats
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
-from specserve.speculation.acceptance import AcceptanceStats, Plans
 from specserve.speculation.constants import LEAST_ASKED
 from specserve.speculation.costs import Step
 from specserve.speculation.draft_depth import DraftDepthController, DraftDepthPolicy
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.executor import DraftModelSource, ModelExecutor
-from specserve.speculation.planner import Plan, Planner, select, tokens_behind
+from specserve.speculation.planner import (
+    AcceptanceStats,
+    Plan,
+    Planner,
+    Plans,
+    select,
+    tokens_behind,
+)
 from specserve.speculation.recycler import TokenRecycler, accepted_rows
 from specserve.speculation.verify import (
     NO_COUNTS,
@@ -225,6 +231,11 @@ class AdaptiveSpeculator:
             self.make(due)
             growing = sum([one.catching_up for one in self.model_sources])
             self.making = perf_counter() - start - growing
+            # A plan is reported only to a scope that has all roots and prompts of the step.
+            prompts = scheduled if self.step.prompt_rows else ()
+            is_own = self.num_scopes == 1 and len({scope_of(s.request) for s in prompts}) < 2
+            if is_own and self.plan is not None:
+                due[0][1].acceptance.last = self.plan, self.step
 
     def due(
         self, roots: Sequence[ScheduledRequest]
@@ -296,8 +307,6 @@ class AdaptiveSpeculator:
         asks = [root.ask for root in roots]
         self.plan = self.planner.choose(asks, self.step, self.scheduler.draft_rows)
         self.cut(roots, asks, self.plan)
-        if self.num_scopes == 1:
-            roots[0].acceptance.last = self.plan, self.step
 
     def by_source(self, roots: Sequence[RequestDraft]) -> dict[str, list[RequestDraft]]:
         """Return the roots that each source is asked for."""

@@ -6,10 +6,10 @@ from itertools import accumulate
 from time import perf_counter
 
 from specserve.scheduling import Request
-from specserve.speculation.acceptance import AcceptanceStats
 from specserve.speculation.constants import HOLD, LEAST_USE, TRIED
 from specserve.speculation.costs import Step, StepCosts, prefill_value
 from specserve.speculation.executor import ModelExecutor
+from specserve.speculation.planner import AcceptanceStats
 
 
 class DraftDepthPolicy:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from specserve.engine.runner import TargetTokens
 from specserve.scheduling import ScheduledRequest
-from specserve.speculation.acceptance import AcceptanceStats
 from specserve.speculation.constants import COLLECTING, MOST_ROWS, SELDOM
+from specserve.speculation.planner import AcceptanceStats
 from specserve.speculation.verify import AcceptedPath
 from specserve_drafters.base import DraftSource
 

@@ -17,7 +17,7 @@ from specserve.exchange.sampling_params import Sampling, choices_of
 from specserve.memory.blocks import PendingUpdates
 from specserve.models.loader import load_decoder
 from specserve.models.weight import AS_STORED
-from specserve.speculation import acceptance
+from specserve.speculation import planner
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
 from specserve.speculation.costs import StepCosts
 from specserve.speculation.draft_depth import DraftDepthController
@@ -124,7 +124,7 @@ ALWAYS = 100.0  # share of time that trials may lose: they are due in every step
 def let_all_guess(patch):
     """Ask sources in every step, as if drafting took no time: no clock decides about them."""
     patch.setattr(AdaptiveSpeculator, "asks_always", True)
-    patch.setattr(acceptance, "EXPLORATION", ALWAYS)
+    patch.setattr(planner, "EXPLORATION", ALWAYS)
     patch.setattr(StepCosts, "seconds", lambda *_, **__: 1.0)
     patch.setattr(DraftDepthController, "seconds", lambda *_, **__: 0.0)
 

@@ -7,11 +7,10 @@ import pytest
 
 from specserve.api.outputs import Generation
 from specserve.exchange.sampling_params import Sampling, Slo, SpeculationParams
-from specserve.speculation import acceptance as planner
-from specserve.speculation.acceptance import Plans
+from specserve.speculation import planner
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
 from specserve.speculation.costs import Step, StepCosts
-from specserve.speculation.planner import choose
+from specserve.speculation.planner import Plans, choose
 from specserve.speculation.speculator import UserSource
 from specserve.speculation.verify import DraftSources
 from specserve.text.tokenizer import Tokenizer

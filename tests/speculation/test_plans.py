@@ -5,8 +5,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from specserve.exchange.messages import Stats
-from specserve.speculation import acceptance
-from specserve.speculation.acceptance import NoLibraryError, Plans
+from specserve.speculation import planner
+from specserve.speculation.planner import NoLibraryError, Plans
 from specserve_kernels.cpu import BuildError
 from tests.engine.clock import Clock
 from tests.speculation import oracle_requests, oracle_speculator
@@ -151,7 +151,7 @@ def test_auto_needs_the_library(monkeypatch):
     def fail():
         raise BuildError("no compiler")
 
-    monkeypatch.setattr(acceptance, "plan_functions", fail)
+    monkeypatch.setattr(planner, "plan_functions", fail)
     with pytest.raises(NoLibraryError, match="Install a C\\+\\+ compiler"):
         Plans()
 

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from specserve.exchange.messages import Caller
 from specserve.exchange.sampling_params import Sampling, SpeculationParams
 from specserve.speculation import recycler
-from specserve.speculation.acceptance import AcceptanceStats
+from specserve.speculation.planner import AcceptanceStats
 from specserve_drafters.recycle import NUM_SUCCESSORS, ONE
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock
