@@ -20,7 +20,7 @@ from pytest import MonkeyPatch
 
 from tests.engine.clock import Clock
 from tests.equivalence.asks import ASKED, DRAWN, Ask
-from tests.equivalence.columns import BLOCK_SIZE, COLUMNS, Asked, Column
+from tests.equivalence.columns import COLUMNS, Asked, Column
 from tests.equivalence.oracle import end_of, wrong_logits, wrong_logprobs, wrong_tokens
 from tests.equivalence.pair import random_pair, spoken
 
