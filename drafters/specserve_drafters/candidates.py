@@ -242,7 +242,7 @@ class WeighedSizes(NamedTuple):
     found: Selection
     known: Size
     hoped: Size
-    drafts: list[tuple[ChosenDraft, float]] | None = None  # of `known`, as of `BaseTrie.cut`
+    is_cut: bool = False  # the drafts of `known` are in the buffers of tries in C++
 
 
 class Rules(Protocol):

@@ -11,9 +11,7 @@ from collections.abc import Iterable, Sequence
 from ctypes import byref
 from itertools import accumulate, chain, pairwise
 from math import nan
-from typing import Any, ClassVar
-
-import msgspec
+from typing import Any, ClassVar, NamedTuple
 
 from specserve_drafters import lookup, suffix, trie
 from specserve_drafters.base import DraftRequest, DraftSource
@@ -351,27 +349,23 @@ def limits_of(asks: Sequence[Any]) -> tuple["array[int]", "array[float]"]:
     return array("q", limits), array("d", [ask.behind for ask in asks])
 
 
-NO_DRAFT = ChosenDraft(Draft(), [], [])
+class CutColumns(NamedTuple):
+    """The drafts of requests by column, one request after the other."""
 
+    counts: list[int]  # draft tokens, by request
+    tokens: list[int]
+    parents: list[int]
+    expanded: list[int] | None  # None if no draft model has run any of them
+    nodes: list[int]
+    # Addresses of the number of draft tokens and the expected accepted ones, by request, and of
+    # the codes of the sources, see `SourceCodes`. They are valid until the next call.
+    addresses: tuple[int, int, int]
 
-def drafts_of(asks: Sequence[Any], size: int) -> list[tuple[ChosenDraft, float]]:
-    """Return the drafts in the buffers, which have `size` draft tokens together."""
-    out, drafts, begin = BUFFERS, list[tuple[ChosenDraft, float]](), 0
-    tokens, parents, numbers, order = [column[:size].tolist() for column in out.ints]
-    codes, are_numbered = out.codes[:size].tolist(), any(numbers)
-    each = out.counts[: len(asks)].tolist(), out.expected[: len(asks)].tolist()
-    for ask, count, expected in zip(asks, *each, strict=True):
-        if not count:
-            drafts.append((NO_DRAFT, 0.0))
-            continue
-        end = begin + count
-        draft = Draft(tokens[begin:end], parents[begin:end])
-        if are_numbered and any(numbers[begin:end]):
-            draft = msgspec.structs.replace(draft, expanded=numbers[begin:end])
-        sources = [*map(ask.trie.calibration.named.__getitem__, codes[begin:end])]
-        drafts.append((ChosenDraft(draft, order[begin:end], sources), expected))
-        begin = end
-    return drafts
+    def draft(self, begin: int, end: int) -> Draft:
+        if self.expanded is None or not any(self.expanded[begin:end]):
+            return Draft(self.tokens[begin:end], self.parents[begin:end])
+        parts = self.tokens, self.parents, self.expanded
+        return Draft(*(part[begin:end] for part in parts))
 
 
 class NativeTrie(BaseTrie):
@@ -534,18 +528,38 @@ class NativeTrie(BaseTrie):
             out.selected(n),
             known,
             Size(int(hoped[0]), *hoped[1:]),
-            drafts_of(asks, known.size),
+            is_cut=True,
         )
 
     def cut(
         self, asks: Sequence[Any], found: Selection, size: int, likely: float
     ) -> list[tuple[ChosenDraft, float]]:
+        self.cut_columns(asks, found, size, likely)
+        columns, end, drafts = self.columns(len(asks), size), 0, list[ChosenDraft]()
+        codes, expected = BUFFERS.codes[:size].tolist(), BUFFERS.expected[: len(asks)].tolist()
+        for ask, count in zip(asks, columns.counts, strict=True):
+            begin, end = end, end + count
+            sources = [*map(ask.trie.calibration.named.__getitem__, codes[begin:end])]
+            nodes = columns.nodes[begin:end]
+            drafts.append(ChosenDraft(columns.draft(begin, end), nodes, sources))
+        return [*zip(drafts, expected, strict=True)]
+
+    def cut_columns(self, asks: Sequence[Any], found: Selection, size: int, likely: float) -> None:
+        """Do the same, and leave the drafts in the buffers, see `columns`."""
         out, (limits, _) = BUFFERS, limits_of(asks)
         out.found.values[:size] = found.values[:size]
         out.found.places[:size] = found.places[:size]
         out.found.nodes[:size] = found.nodes[:size]
         self.native.cut(limits.buffer_info()[0], len(asks), size, likely, out.plan)
-        return drafts_of(asks, size)
+
+    def columns(self, num_requests: int, size: int) -> CutColumns:
+        """Return the drafts in the buffers, which have `size` draft tokens together."""
+        out = BUFFERS
+        tokens, parents, numbers, nodes = [column[:size].tolist() for column in out.ints]
+        of_counts, of_expected = out.counts.buffer_info()[0], out.expected.buffer_info()[0]
+        addresses = of_counts, of_expected, out.of_codes
+        counts, expanded = out.counts[:num_requests].tolist(), numbers if any(numbers) else None
+        return CutColumns(counts, tokens, parents, expanded, nodes, addresses)
 
     def draft(self, chosen: Sequence[int]) -> ChosenDraft:
         n, which, out = len(chosen), array("i", chosen), BUFFERS

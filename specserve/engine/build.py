@@ -50,6 +50,7 @@ from specserve.speculation.costs import StepCosts
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.executor import DraftModelSource
 from specserve.speculation.head_model import HeadModel
+from specserve.speculation.planner import NoLibraryError
 from specserve.speculation.speculator import (
     FixedSpeculator,
     Speculator,
@@ -349,7 +350,7 @@ def build_speculator(
             return adaptive_speculator(config, parts, earlier)
         executor = parts.head if name == EAGLE else parts.draft_model
         drafter = make_drafter(name, config.drafter.options, executor)
-    except DrafterError as e:
+    except (DrafterError, NoLibraryError) as e:
         raise ConfigError(str(e)) from e
     return FixedSpeculator(name, drafter, parts.scheduler, executor, parts.num_ids, parts.stats)
 

@@ -190,11 +190,13 @@ class BlockTokens:
         self.by_parent.clear()
         self.parents.clear()
 
-    def find(self, parent: bytes, tokens: "array[int]") -> tuple[int, int]:
-        """Return the block that begins with most of the tokens, and their number; 0 for none."""
+    def find(self, parent: bytes, tokens: "array[int]", counts: Sequence[int]) -> tuple[int, int]:
+        """Return the block that begins with most of the tokens, and their number; 0 for none.
+        `counts` is the number of holders by block: a draft head may still add KV to held blocks.
+        """
         best, most = -1, 0
         for block, own in islice(reversed(self.by_parent.get(parent, {}).items()), MOST_COMPARED):
-            size = num_equal(own, tokens)
+            size = 0 if counts[block] else num_equal(own, tokens)
             if size > most:
                 best, most = block, size
         return best, most
@@ -237,8 +239,6 @@ class BlockPool:
         self.found: dict[bytes, int] = {}
         self.tokens = BlockTokens()
         self.ends = set[int]()  # blocks with a key that are partly full: ends of texts
-        # Whether a held block may lack KV of a draft head, which runs its rows later
-        self.has_late_kv = False
         self.checkpoints: dict[bytes, list[int]] = {}  # by key
         self.checkpoint_of: dict[int, bytes] = {}  # by block
         self.parts: dict[bytes, int] = {}  # blocks of checkpoints by their keys in tiers, if any
@@ -603,9 +603,9 @@ class BlockTable:
         begin = self.num_computed
         parent = hasher.parent(token_ids, len(self.blocks))
         next_tokens = token_ids[begin : begin + self.block_size]
-        source, num_equal = self.pool.tokens.find(parent, next_tokens)
-        size, is_late = num_equal - 1, self.pool.has_late_kv and self.pool.counts[source] > 0
-        if size * LEAST_PART < self.block_size or is_late:
+        source, num_equal = self.pool.tokens.find(parent, next_tokens, self.pool.counts)
+        size = num_equal - 1
+        if size * LEAST_PART < self.block_size:
             return
         blocks = self.pool.try_allocate(1, self.owner)
         if blocks is not None:
@@ -670,7 +670,7 @@ class BlockTable:
         place, number = divmod(self.num_computed, self.block_size)
         if self.hasher is None or not self.is_publishing or self.state.size:
             return
-        if number * LEAST_PART < self.block_size or self.is_copy_due or self.pool.has_late_kv:
+        if number * LEAST_PART < self.block_size or self.is_copy_due:
             return
         begin = place * self.block_size
         parent, tokens = self.hasher.parent(token_ids, place), token_ids[begin : begin + number]

@@ -1,19 +1,22 @@
 """Merge the draft tokens of all sources into one tree per request, and choose how many to
 verify.
+
+Which sources are asked, and what they took and saved, is decided and counted in C++ (plans.cpp).
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from math import ceil, log
 from time import perf_counter
+from typing import Any
 
 import msgspec
 
 from specserve.engine.runner import KVLost, TargetTokens
 from specserve.exchange.messages import CalibrationPoint, SpeculationState, Stats
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
-from specserve.speculation.constants import COLD, FEW, LATELY, LEAST_ASKED
-from specserve.speculation.costs import Step, StepCosts
+from specserve.speculation.constants import LEAST_ASKED
+from specserve.speculation.costs import Step
 from specserve.speculation.draft_depth import DraftDepthController, DraftDepthPolicy
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.executor import DraftModelSource, ModelExecutor
@@ -21,8 +24,7 @@ from specserve.speculation.planner import (
     AcceptanceStats,
     Plan,
     Planner,
-    SavedShare,
-    SourceAccount,
+    Plans,
     select,
     tokens_behind,
 )
@@ -30,31 +32,19 @@ from specserve.speculation.recycler import TokenRecycler, accepted_rows
 from specserve.speculation.verify import (
     NO_COUNTS,
     AcceptedPath,
-    DraftSources,
-    SourceGroups,
     SpecDecodeStats,
     StepCounts,
     plan_state,
     scope_of,
 )
-from specserve_drafters import ROOT
 from specserve_drafters.base import DraftSource, SourceRequest
 from specserve_drafters.candidates import MAX_NODES, Rules
 from specserve_drafters.model_source import RequestTrie
 from specserve_drafters.tenants import PerTenant
 from specserve_drafters.trie import AcceptancePrior, BaseTrie, RequestCandidates, table
+from specserve_kernels.cpu.plans import ESTIMATES, MODEL, SHARES, ModelRun
 
-Outcome = tuple[SavedShare, float, bool]  # the share that was saved, and whether of a trial
-# Of a step so far; they are never changed
-NO_NODES, NO_SOURCES, NO_SECONDS = list[int](), list[tuple[str, ...]](), dict[str, float]()
-
-
-class AskedSource(msgspec.Struct):
-    """A source, or a model, that is asked for a request in a step."""
-
-    share: SavedShare
-    is_trial: bool
-    promised: float = 0.0  # seconds that it expects to save, if it estimates
+NO_NODES = list[int]()  # it is never changed
 
 
 class RequestDraft:
@@ -67,15 +57,49 @@ class RequestDraft:
         self.request, self.models = request, models
         self.begun: list[DraftSource] = []  # sources that know the request
         self.allowed: list[DraftSource] = []  # those of them that it allows
-        self.lately = 0.0  # draft tokens verified per step
-        self.estimates: dict[str, float] = {}  # expected accepted tokens, by source that is due
-        self.bind(acceptance)
+        self.nodes = NO_NODES  # those that became its draft, in order
+        self.tried: tuple[str, ...] = ()  # models that were run for it as a trial
+        self.native, self.handle = acceptance.native, 0
+        self.use(acceptance)
+
+    def __del__(self) -> None:
+        self.native.free_root(self.handle)
+
+    def use(self, acceptance: AcceptanceStats) -> None:
+        """Use these statistics of its scope from now on."""
+        sampling, before = self.request.sampling, self.handle
+        self.acceptance = acceptance  # it is freed later than this
+        self.max_depth = sampling.speculation.max_depth or MAX_NODES
+        given = self.request.id, sampling.temperature > 0, self.max_depth
+        self.handle = self.native.root(acceptance.handle, *given)
+        if before:
+            self.native.free_root(before)
+        self.calibration = acceptance.calibration(sampling.temperature)
+        self.bind()
+
+    def bind(self) -> None:
+        """Let its sources serve it."""
+        tries: Any = self.calibration  # in C++
+        number, number_in_tries = self.acceptance.plans.number, tries.number
+        self.estimating = list[tuple[DraftSource, str, int]]()  # with the bit of their place
+        self.names = [*(source.name for source in self.allowed), *self.models]
+        fields = array("q")
+        for place, source in enumerate(self.allowed):
+            serving = source.serving(self.request.id)
+            if serving.is_estimating:
+                self.estimating.append((serving, source.name, 1 << place))
+            means = ESTIMATES if serving.is_estimating else SHARES
+            fields.extend((number(source.name), number_in_tries(source.name), means))
+        for name in self.models:
+            fields.extend((number(name), number_in_tries(name), MODEL))
+        self.native.bind(self.handle, len(self.names), fields.buffer_info()[0])
+        self.trie: BaseTrie | None = None  # of the latest step
 
     def add(self, source: DraftSource) -> None:
         self.begun.append(source)
         if self.request.sampling.speculation.allows(source.name):
             self.allowed.append(source)
-        self.bind(self.acceptance)
+            self.bind()
 
     def constrain(self, sources: Sequence[DraftSource], grammar: Rules) -> None:
         """Give these sources the grammar of the request; they serve it from now on."""
@@ -84,149 +108,24 @@ class RequestDraft:
             if source not in self.begun:
                 self.add(source)
 
-    @property
-    def may_pay(self) -> bool:
-        """Return whether any of its sources pays, or whether that is not known so far."""
-        return any(account.may_pay(self.request.id) for account in self.accounts.values())
-
-    def bind(self, acceptance: AcceptanceStats) -> None:
-        """Use these statistics of its scope."""
-        self.acceptance, account = acceptance, acceptance.account
-        self.calibration = acceptance.calibration(self.request.sampling.temperature)
-        self.kept = acceptance.kept_of(self.request.sampling.temperature)
-        each = [(source.name, source.serving(self.request.id)) for source in self.allowed]
-        self.sources = [(source, name, account(name)) for name, source in each]
-        self.accounts = {name: account(name) for name in (*(n for n, _ in each), *self.models)}
-        # Those that have an average for this request, because they estimate nothing
-        self.others = [name for name, source in each if not source.is_estimating]
-        self.trie: BaseTrie | None = None  # of the latest step
-
     def begin_step(
-        self,
-        scheduled: ScheduledRequest,
-        asked: dict[str, AskedSource],
-        least: int,
-        num_ids: int | None,
+        self, scheduled: ScheduledRequest, asked: int, most: int, num_ids: int | None
     ) -> None:
-        """Begin a draft. Sources are asked for about twice the draft tokens that were lately
-        verified, or for `least` if that is more. Tokens are below `num_ids`.
+        """Begin a draft of at most `most` tokens per source. `asked` has the bits of the sources to
+        ask. Tokens are below `num_ids`.
         """
         request = self.request
         self.scheduled, self.asked = scheduled, asked
         if self.trie is None:
             self.trie = self.calibration.trie(request.id, None, num_ids)
-            depth = request.sampling.speculation.max_depth or MAX_NODES
-            self.ask = RequestCandidates(self.trie, 0, depth)
+            self.ask = RequestCandidates(self.trie, 0, self.max_depth)
+            self.native.set_trie(self.handle, self.trie.handle)
         self.trie.rules = None if request.text is None else request.text.grammar
         self.ask.limit = limit = scheduled.draft_limit
         self.ask.behind = 0.0
-        most = 2 + 2 * int(self.lately)
-        self.item = scheduled.draft_item(
-            min(limit, self.ask.max_depth, most if most > least else least)
-        )
+        self.item = scheduled.draft_item(min(limit, self.max_depth, most))
         self.proposed: dict[str, int] = {}  # number of candidates by source
-        # The nodes that became its draft, in order, their sources, and expected accepted ones
-        self.nodes, self.node_sources, self.expected = NO_NODES, NO_SOURCES, 0.0
-        # Seconds saved by draft tokens, less those of their rows: by the source that proposed
-        # first, and by each source that proposed
-        self.credit = self.saved_of = NO_SECONDS
-        # Seconds that a verified first token saves, by source on trial that had it.
-        self.might_save = NO_SECONDS
-        self.tried: tuple[str, ...] = ()  # models that were run for it as a trial
-
-    def saved_by(self, name: str) -> float:
-        """Return the seconds that a source has saved, or might have saved in a trial."""
-        credit = self.credit.get(name, 0.0)
-        return max(credit, self.might_save.get(name, credit)) if self.might_save else credit
-
-    def note_savings(self, groups: SourceGroups, saved: float, row: float) -> None:
-        """Note the seconds that the draft's tokens saved: `saved` per accepted one, less `row` for
-        each. The source that was first to propose a token gets the credit, because sources that
-        take little time are asked first.
-        """
-        gains = {names: saved * right - row * number for names, (number, right) in groups.items()}
-        self.credit = {}
-        for names, gain in gains.items():
-            self.credit[names[0]] = self.credit.get(names[0], 0.0) + gain
-        self.saved_of = self.credit
-        if any([len(names) > 1 for names in gains]):
-            each = {name: None for names in gains for name in names}
-            self.saved_of = {n: sum([g for names, g in gains.items() if n in names]) for n in each}
-
-
-# The work of a source in a step: its requests, seconds per request, and whether it only extended
-SourceWork = tuple[str, Sequence[RequestDraft], float, bool]
-
-
-def settle_sources(
-    work: Sequence[SourceWork], planning: float, part: float, estimating_names: Collection[str]
-) -> None:
-    """Count what sources took and saved. The sources that are asked for a request share its
-    seconds of planning.
-    """
-    # By account: its scope, outcomes, and parts of the step that only trials lose
-    results = dict[SourceAccount, tuple[AcceptanceStats, list[Outcome], float]]()
-    for name, roots, each, is_extension in work:
-        is_estimating = name in estimating_names
-        for root in roots:
-            asked, account, acceptance = (
-                root.asked.get(name),
-                root.accounts[name],
-                root.acceptance,
-            )
-            if is_extension and asked is not None:
-                account.spent += each
-                acceptance.gain -= 0.0 if asked.is_trial else each
-                continue
-            taken = each if asked is None else each + planning / len(root.asked)
-            is_trial = asked is not None and asked.is_trial
-            if not is_trial:
-                acceptance.gain += root.credit.get(name, 0.0) - taken
-            if is_estimating:
-                account.spent += taken
-                account.saved += root.saved_by(name)
-                account.is_tried |= is_trial
-                if asked is not None and asked.promised:
-                    account.promised += asked.promised
-                    account.kept += root.saved_of.get(name, 0.0)
-            elif asked is not None:
-                usual = COLD * taken if is_trial else taken
-                net = (root.saved_by(name) - usual) / part
-                _, outcomes, more = results.get(account, (acceptance, [], 0.0))
-                outcomes.append((asked.share, net, is_trial))
-                results[account] = acceptance, outcomes, more + (taken - usual) / part
-    for account, (acceptance, outcomes, more) in results.items():
-        account.add(outcomes, acceptance.num_roots, more)
-
-
-def settle_model(
-    model_source: DraftModelSource, roots: Sequence[RequestDraft], planning: float, part: float
-) -> None:
-    """Note the share of the step's time that a model's levels have saved."""
-    name = model_source.name
-    asked = [root for root in roots if name in root.asked]
-    if not asked:
-        return
-    # Levels for a single request, as a trial, take about as long as levels for all requests.
-    # They show nothing about the others, so the request is charged its part of a run for all.
-    run = [root for root in asked if name in root.tried or not model_source.is_trial_alone]
-    seconds = model_source.seconds + sum([planning / len(root.asked) for root in asked])
-    level = seconds / len(asked)
-    lost = (model_source.catching_up + seconds - level * len(run)) / max(len(run), 1) / part
-    for acceptance in {root.acceptance: None for root in run}:
-        outcomes, more = list[Outcome](), 0.0
-        for root in [root for root in run if root.acceptance is acceptance]:
-            share, is_trial = root.asked[name].share, root.asked[name].is_trial
-            usual = COLD * level if is_trial else level
-            more += lost + (level - usual) / part
-            if model_source.model.is_catching_up(root.scheduled):
-                more += usual / part
-                continue
-            is_tried = is_trial or name in root.tried
-            saved = root.saved_by(name) - usual
-            outcomes.append((share, saved / part, is_tried))
-            acceptance.gain += 0.0 if is_tried else saved
-        acceptance.account(name).add(outcomes, acceptance.num_roots, more)
+        self.nodes, self.tried = NO_NODES, ()
 
 
 def note_targets(late: Sequence[RequestDraft], now: float, step_seconds: float) -> None:
@@ -247,93 +146,6 @@ def behind(request: Request, now: float, step_seconds: float) -> float:
         return 0.0
     since_first = now - request.first_token_at
     return tokens_behind(request.tpot, since_first, request.num_output, step_seconds)
-
-
-class SourceChooser:
-    """Asks sources that promise to save time, or that have saved time, and others as trials."""
-
-    def __init__(self, estimating_names: Collection[str]) -> None:
-        self.estimating_names = estimating_names
-        self.part = 0.0  # seconds that an accepted draft token saves, expected
-        self.row_share = 0.0  # time of a row, relative to that
-
-    def weigh_tokens(self, costs: StepCosts, step: Step) -> None:
-        """Set what an accepted draft token of this step saves, and what its row takes."""
-        none, *some = costs.of_each(step, (0, *FEW))
-        roots = costs.of(step.without_prompts) if step.prompt_rows else none
-        self.part, rows = roots / max(step.num_roots, 1), zip(some, FEW, strict=True)
-        self.row_share = min([(seconds - none) / size for seconds, size in rows]) / self.part
-
-    def estimate(self, roots: Sequence[RequestDraft], is_always: bool) -> None:
-        """Let each source whose estimates are due estimate its requests together."""
-        by_source = dict[DraftSource, list[tuple[RequestDraft, str, SourceAccount]]]()
-        for root in roots:
-            root.estimates = {}
-            for source, name, account in root.sources:
-                if name in self.estimating_names and (account.is_due or is_always):
-                    by_source.setdefault(source, []).append((root, name, account))
-        start = perf_counter()
-        for source, asked in by_source.items():
-            texts = [(root.request.id, root.request.token_ids) for root, _, _ in asked]
-            found = source.expected_of_each(texts)
-            each = (-start + (start := perf_counter())) / len(asked)
-            for (root, name, account), expected in zip(asked, found, strict=True):
-                root.estimates[name] = expected
-                account.is_estimated = True
-                account.spent += each
-
-    def promise(self, expected: float) -> float:
-        """Return the seconds that draft tokens save beyond the time of their rows, if so many are
-        expected to be accepted. Each is right with the same probability if the one before is.
-        """
-        p, share = expected / (1 + expected), self.row_share
-        if p <= share:
-            return 0.0
-        # Those whose probability, a power of p, is above what a row takes
-        number = MAX_NODES if share <= 0 else min(ceil(log(share) / log(p)) - 1, MAX_NODES)
-        return self.part * (expected * (1 - p**number) - number * share)
-
-    def asked(self, root: RequestDraft, is_always: bool) -> dict[str, AskedSource]:
-        """Choose the sources and models to ask for a request.
-
-        A source that estimates is asked if it promises to save more than it takes, and if one of
-        them promises more than planning takes. Others are asked if they have saved time. All are
-        asked as a trial if that is due.
-        """
-        asked, unsure, best = {}, {}, 0.0
-        for name, expected in root.estimates.items():
-            if expected <= 0 and not is_always:
-                continue
-            account, promised = root.accounts[name], self.promise(expected)
-            net = account.trusted * promised - account.seconds
-            if net > 0:
-                best = net if net > best else best
-                unsure[name] = AskedSource(account.all, False, promised)
-            elif is_always or (promised > account.seconds and account.is_exploring):
-                asked[name] = AskedSource(account.all, True, promised)
-        if root.others:
-            self.ask_by_share(asked, root, root.others)
-        is_worth = bool(asked) or is_always or best > root.acceptance.planning
-        if root.models and root.request.num_output:
-            self.ask_by_share(asked, root, root.models)
-        if is_worth:
-            return asked | unsure if asked else unsure
-        for name, one in unsure.items():
-            # Planning would take more time than it saves, but only planning shows that.
-            if root.accounts[name].is_exploring:
-                one.is_trial = True
-                asked[name] = one
-        return asked
-
-    def ask_by_share(
-        self, asked: dict[str, AskedSource], root: RequestDraft, names: Sequence[str]
-    ) -> None:
-        """Ask sources and models that have an average for each request."""
-        for name in names:
-            account = root.accounts[name]
-            share = account.of(root.request.id)
-            if share.pays or account.may_try(share):
-                asked[name] = AskedSource(share, not share.pays)
 
 
 class AdaptiveSpeculator:
@@ -369,21 +181,18 @@ class AdaptiveSpeculator:
         self.extending = [source for source in sources if source.extends_paths]
         self.observing = [source for source in sources if source.learns_drafts]
         self.recyclers = [TokenRecycler(source) for source in sources if source.num_successors]
-        self.estimating_names = {source.name for source in sources if source.is_estimating}
-        self.chooser = SourceChooser(self.estimating_names)
-        self.model_names = {source.name for source in model_sources}
-        self.make_stats = partial(
-            AcceptanceStats, sharing=[s.name for s in sources], estimating=self.estimating_names
-        )
+        self.plans: Plans = Plans() if before is None else before.plans
+        self.use_sources()
+        self.make_stats = partial(AcceptanceStats, plans=self.plans)
         self.acceptance = PerTenant(partial(self.make_stats, prior))
         self.served: dict[int, RequestDraft] = {}  # by request
         # State of the current step:
         self.number = 0
         self.step = Step(0, 0, 0, 0)
         self.plan: Plan | None = None
-        self.scopes: list[AcceptanceStats] = []  # of its roots
+        self.num_scopes, self.is_paused = 0, False  # of the step; if all of them are paused
+        self.stepped: list[RequestDraft] = []  # its roots
         self.roots: dict[int, RequestDraft] = {}  # those for which sources were asked, by request
-        self.work: list[SourceWork] = []
         self.saved_per_draft_token = self.row_seconds = 0.0  # seconds, measured
         self.verified = 0.0  # seconds of the target's forward
         self.making = 0.0  # seconds of drafting and of learning
@@ -402,9 +211,12 @@ class AdaptiveSpeculator:
         self.number = before.number
         self.served = before.served  # running requests begin again, but their grammars do not
         for acceptance in self.acceptance.every:
-            acceptance.use_sources([s.name for s in self.sources], self.estimating_names)
             if self.draft_model is not before.draft_model:
                 acceptance.forget_model("model")
+
+    def use_sources(self) -> None:
+        estimating = [source.name for source in self.sources if source.is_estimating]
+        self.plans.use([source.name for source in self.sources], estimating)
 
     def draft(self, scheduled: Sequence[ScheduledRequest]) -> None:
         start, asked_before = perf_counter(), bool(self.roots)
@@ -413,64 +225,76 @@ class AdaptiveSpeculator:
         self.number += 1
         due = self.due([s for s in scheduled if s.is_root])
         for model in self.models if due or asked_before else ():
-            model.lend([item.request for item, _, _ in due])
+            model.lend([root.request for _, root, _, _ in due])
         self.considering = -start + (start := perf_counter())
         if due:
             self.make(due)
             growing = sum([one.catching_up for one in self.model_sources])
             self.making = perf_counter() - start - growing
+            # A plan is reported only to a scope that has all roots and prompts of the step.
+            prompts = scheduled if self.step.prompt_rows else ()
+            is_own = self.num_scopes == 1 and len({scope_of(s.request) for s in prompts}) < 2
+            if is_own and self.plan is not None:
+                due[0][1].acceptance.last = self.plan, self.step
 
     def due(
         self, roots: Sequence[ScheduledRequest]
-    ) -> list[tuple[ScheduledRequest, RequestDraft, dict[str, AskedSource]]]:
-        """Begin a step of the roots' scopes; return the roots for which sources are asked, with
-        these sources.
+    ) -> list[tuple[ScheduledRequest, RequestDraft, int, int]]:
+        """Begin a step of the roots' scopes. Return the roots for which sources are asked, with the
+        bits of these sources, and the usual number of draft tokens to ask for.
         """
-        considered, self.scopes = list[tuple[ScheduledRequest, RequestDraft]](), []
+        rows, self.stepped, self.is_paused = list[int](), [], False
         for item in roots:
             request = item.request
             root = self.served.get(request.id) or self.serve(request)
-            acceptance = root.acceptance
-            if acceptance.number != self.number:
-                acceptance.next_step(self.number, self.asks_always)
-                self.scopes.append(acceptance)
-            acceptance.num_roots += 1
-            if acceptance.is_paused:
-                continue
             if request.text is not None and request.text.grammar is not None:
                 root.constrain(self.constrained, request.text.grammar)
-            if item.draft_limit:
-                considered.append((item, root))
-            acceptance.may_pay = acceptance.may_pay or root.may_pay
-        if not all([acceptance.is_paused for acceptance in self.scopes]):
-            self.chooser.weigh_tokens(self.planner.costs, self.step)
-            self.chooser.estimate([root for _, root in considered], self.asks_always)
-        each = [(s, root, self.chooser.asked(root, self.asks_always)) for s, root in considered]
-        return [one for one in each if one[2]]
+            rows += root.handle, item.draft_limit, request.num_output > 0
+            self.stepped.append(root)
+        if not rows:
+            return []
+        self.num_scopes, num_paused, places, due = self.plans.consider(
+            rows, self.number, self.asks_always, self.step, self.planner.costs
+        )
+        self.is_paused = num_paused == self.num_scopes
+        if any(due):
+            self.estimate([self.stepped[place] for place in places], due)
+        asked = self.plans.ask(len(places)) if places else ()
+        return [(roots[place], self.stepped[place], bits, n) for place, bits, n in asked]
 
-    def make(
-        self, due: Sequence[tuple[ScheduledRequest, RequestDraft, dict[str, AskedSource]]]
-    ) -> None:
-        """Ask the sources, and choose the nodes to verify."""
-        least, by_source = LEAST_ASKED // len(due), dict[str, list[RequestDraft]]()
-        used = [root.trie for _, root, _ in due if root.trie is not None]
+    def estimate(self, roots: Sequence[RequestDraft], due: Sequence[int]) -> None:
+        """Let each source whose estimates are due estimate its requests together."""
+        by_source = dict[DraftSource, tuple[str, list[int]]]()
+        for place, (root, bits) in enumerate(zip(roots, due, strict=True)):
+            for source, name, bit in root.estimating:
+                if bits & bit:
+                    by_source.setdefault(source, (name, []))[1].append(place)
+        start = perf_counter()
+        for source, (name, places) in by_source.items():
+            requests = [roots[place].request for place in places]
+            found = source.expected_of_each([(r.id, r.token_ids) for r in requests])
+            each = (-start + (start := perf_counter())) / len(places)
+            self.plans.set_estimates(name, places, found, each)
+
+    def make(self, due: Sequence[tuple[ScheduledRequest, RequestDraft, int, int]]) -> None:
+        """Ask the sources, and choose the nodes to verify. Sources are asked for about twice the
+        draft tokens that were lately verified, or for `least` if that is more.
+        """
+        least, roots = LEAST_ASKED // len(due), [root for _, root, _, _ in due]
+        used = [root.trie for root in roots if root.trie is not None]
         if used:
             used[0].clear_each(used)
-        for scheduled, root, asked in due:
-            root.begin_step(scheduled, asked, least, self.num_ids)
-            for name in asked:
-                by_source.setdefault(name, []).append(root)
-        roots = [root for _, root, _ in due]
+        for scheduled, root, asked, usual in due:
+            root.begin_step(scheduled, asked, usual if usual > least else least, self.num_ids)
         self.roots = {root.request.id: root for root in roots}
-        kept = {trust: trust.value for trust in {root.kept for root in roots}}
-        share = sum([kept[root.kept] for root in roots]) / len(roots)
-        self.step = step = msgspec.structs.replace(self.step, kept=share)
+        self.step = step = msgspec.structs.replace(self.step, kept=self.plans.kept_share)
         if late := [root for root in roots if root.request.tpot is not None]:
             note_targets(late, perf_counter(), self.planner.costs.of(step))
-        self.asking, self.work = 0.0, []
+        self.asking = 0.0
         for model_source in self.model_sources:
             model_source.begin()
         try:
+            by_source = self.by_source(roots)
             for source in self.sources:
                 if source.name in by_source:
                     self.ask(source, by_source[source.name])
@@ -483,26 +307,42 @@ class AdaptiveSpeculator:
         asks = [root.ask for root in roots]
         self.plan = self.planner.choose(asks, self.step, self.scheduler.draft_rows)
         self.cut(roots, asks, self.plan)
-        if len(self.scopes) == 1:
-            self.scopes[0].last = self.plan, self.step
+
+    def by_source(self, roots: Sequence[RequestDraft]) -> dict[str, list[RequestDraft]]:
+        """Return the roots that each source is asked for."""
+        found = dict[str, list[RequestDraft]]()
+        for root in roots:
+            for name in named(root.names, root.asked):
+                found.setdefault(name, []).append(root)
+        return found
 
     def settle(self) -> None:
         """Update the accounts of sources after a step."""
-        roots, self.roots, part = [*self.roots.values()], {}, self.chooser.part
-        if roots and self.plan is not None and self.saved_per_draft_token:
-            part = self.saved_per_draft_token
-            growing = sum([model_source.seconds for model_source in self.model_sources])
-            planning = (self.making - growing - self.asking) / len(roots)
-            settle_sources(self.work, planning, part, self.estimating_names)
-            for acceptance in {r.acceptance for r in roots if self.model_names.isdisjoint(r.asked)}:
-                acceptance.note_planning(planning, acceptance.num_roots)
-            for model_source in self.model_sources:
-                settle_model(model_source, roots, planning, part)
-        considered = [acceptance for acceptance in self.scopes if not acceptance.is_paused]
-        each = self.considering / max(sum([one.num_roots for one in considered]), 1)
-        for acceptance in considered:
-            acceptance.settle(part * acceptance.num_roots, each * acceptance.num_roots)
-        self.scopes = []
+        roots, self.roots = [*self.roots.values()], {}
+        is_verified = len(roots) > 0 and self.plan is not None
+        growing = sum([model_source.seconds for model_source in self.model_sources])
+        saved, planning = self.saved_per_draft_token, self.making - growing - self.asking
+        taken = saved if is_verified else 0.0, planning, self.considering
+        runs = list[ModelRun]()
+        if self.model_sources and is_verified and saved:
+            runs = [
+                ModelRun(self.plans.number(s.name), s.is_trial_alone, s.seconds, s.catching_up)
+                for s in self.model_sources
+            ]
+        self.plans.settle(taken, runs, [x for r in roots for x in self.bits_of(r)] if runs else ())
+        self.stepped = []
+
+    def bits_of(self, root: RequestDraft) -> tuple[int, int]:
+        """Return bits of the models that were run for a root as a trial only, and of those that
+        are still catching up with it.
+        """
+        tried = catching_up = 0
+        asked = {*named(root.names, root.asked)}
+        for k, one in enumerate(self.model_sources):
+            if one.name in asked:
+                tried |= (one.name in root.tried) << k
+                catching_up |= one.model.is_catching_up(root.scheduled) << k
+        return tried, catching_up
 
     def ask(self, source: DraftSource, roots: Sequence[RequestDraft]) -> None:
         """Add a source's candidates."""
@@ -517,9 +357,7 @@ class AdaptiveSpeculator:
             self.spec_stats.failed(name)
             for root in roots:  # some may have candidates
                 root.proposed[name] = 0
-        each = self.took(name, perf_counter() - start, roots)
-        for account in {root.accounts[name] for root in roots}:
-            account.took(each)
+        self.took(name, perf_counter() - start)
 
     def extend(self, roots: Sequence[RequestDraft]) -> None:
         """Let sources continue paths, such as with forced tokens."""
@@ -533,16 +371,13 @@ class AdaptiveSpeculator:
                     source.extend(root.ask.trie, root.item, root.proposed)
             except Exception:  # an error of a source must not change any text
                 self.spec_stats.failed(source.name)
-            self.took(source.name, perf_counter() - start, own, is_extension=True)
+            self.took(source.name, perf_counter() - start, is_extension=True)
 
-    def took(
-        self, name: str, seconds: float, roots: Sequence[RequestDraft], is_extension: bool = False
-    ) -> float:
-        """Count the seconds of a source for these roots; return those of each."""
+    def took(self, name: str, seconds: float, is_extension: bool = False) -> None:
+        """Count the seconds of a source."""
         self.asking += seconds
-        self.work.append((name, roots, each := seconds / len(roots), is_extension))
+        self.plans.took(name, seconds, is_extension)
         self.spec_stats.took(name, seconds)
-        return each
 
     def grow(self, by_source: Mapping[str, Sequence[RequestDraft]]) -> float:
         """Run models one after the other while their levels are worth the time; return the seconds
@@ -587,11 +422,13 @@ class AdaptiveSpeculator:
         self, roots: Sequence[RequestDraft], asks: Sequence[RequestCandidates], plan: Plan
     ) -> None:
         """Build the plan's drafts, and reserve their slots."""
-        chosen = list[ScheduledRequest]()
-        for root, (found, expected) in zip(roots, plan.cut(asks), strict=True):
-            if found.nodes:
-                root.scheduled.draft, root.nodes, root.node_sources = found
-                root.expected = expected
+        chosen, columns, end = list[ScheduledRequest](), plan.columns(asks), 0
+        self.plans.note_drafts(columns.addresses)
+        for root, count in zip(roots, columns.counts, strict=True):
+            if count:
+                begin, end = end, end + count
+                root.scheduled.draft = columns.draft(begin, end)
+                root.nodes = columns.nodes[begin:end]
                 chosen.append(root.scheduled)
         self.scheduler.reserve_draft_slots(chosen)
         plan.rows = self.step.rows + sum([len(scheduled.draft.tokens) for scheduled in chosen])
@@ -602,18 +439,9 @@ class AdaptiveSpeculator:
             return
         self.planner.observe(plan, step, seconds)
         # Other load slows all rows alike.
-        costs, num_draft_tokens = self.planner.costs, plan.rows - step.rows
-        none, drafted = costs.of_each(step, (0, num_draft_tokens))
-        without = seconds * none / drafted
-        # Bound the first estimates: draft tokens took time, but not more per row than other rows.
-        without = min(max(without, seconds * step.rows / plan.rows), seconds)
-        extra = seconds - without
-        self.row_seconds = extra / num_draft_tokens if num_draft_tokens else 0.0
-        # An accepted token spares later steps a root's part of them, but no rows of prompts.
-        plain = costs.of(step.without_prompts) if step.prompt_rows else none
-        roots = without * plain / none
-        self.saved_per_draft_token = roots / step.num_roots
-        self.spec_stats.begin(self.saved_per_draft_token, self.row_seconds)
+        found = self.plans.prices(step, self.planner.costs, plan.rows - step.rows, seconds)
+        self.saved_per_draft_token, self.row_seconds = found
+        self.spec_stats.begin(*found)
 
     def collect_successors(
         self,
@@ -621,8 +449,7 @@ class AdaptiveSpeculator:
         paths: Sequence[AcceptedPath],
         answers: TargetTokens,
     ) -> None:
-        is_paused = self.scopes and all(acceptance.is_paused for acceptance in self.scopes)
-        for recycler in () if is_paused else self.recyclers:
+        for recycler in () if self.is_paused else self.recyclers:
             name, start = recycler.source.name, perf_counter()
             try:
                 acceptance = [self.acceptance.of(s.request.id) for s in sampled]
@@ -638,45 +465,45 @@ class AdaptiveSpeculator:
     def learn(
         self, items: Sequence[ScheduledRequest], paths: Sequence[AcceptedPath]
     ) -> list[StepCounts]:
-        start, counts, learnt = perf_counter(), list[StepCounts](), list[RequestDraft]()
-        tokens = list[list[int]]()
+        start, counts = perf_counter(), list[StepCounts]()
+        rows, nodes, tokens = list[int](), list[int](), list[int]()
+        learnt = list[tuple[int, RequestDraft, AcceptedPath]]()  # with places in `counts`
         for item, path in zip(items, paths, strict=True):
             root = self.roots.get(item.request.id)
+            counts.append(NO_COUNTS)
             if root is None or not path.tokens:
-                counts.append(NO_COUNTS)
                 continue
-            counts.append(self.count(root, path))
-            learnt.append(root)
-            tokens.append(path.tokens)
+            learnt.append((len(counts) - 1, root, path))
+            size = len(root.scheduled.draft.tokens)
+            rows += root.handle, size, len(path.nodes), len(path.tokens)
+            nodes += path.nodes
+            tokens += path.tokens
         if learnt:
-            tries = [root.ask.trie for root in learnt]
-            tries[0].observe_each(tries, tokens)
+            prices = self.saved_per_draft_token, self.row_seconds
+            num_sources = sum([len(root.names) for _, root, _ in learnt])
+            found, sums = self.plans.learn(rows, nodes, tokens, prices, num_sources)
+            each = iter(found)
+            for place, root, path in learnt:
+                counts[place] = self.count(root, path, each)
+            self.spec_stats.add(self.plans.names, sums)
         self.making += perf_counter() - start
         return counts
 
-    def count(self, root: RequestDraft, path: AcceptedPath) -> StepCounts:
-        """Count the draft's tokens by source, and notify the sources."""
-        draft, accepted, stats = root.scheduled.draft, path.nodes, self.spec_stats
-        size = len(draft.tokens)
-        root.lately += LATELY * (size - root.lately)
-        for name, asked in root.asked.items():
-            if asked.is_trial and name not in self.estimating_names:
-                first = root.ask.trie.child(ROOT, path.tokens[0])
-                if first is not None and name in root.ask.trie.sources(first):
-                    root.might_save = root.might_save | {name: self.saved_per_draft_token}
-        draft_sources = DraftSources(draft, root.node_sources[:size], root.proposed)
-        groups = draft_sources.groups(accepted)
-        is_tree_asked = root.request.sampling.return_speculation_details
-        counts = stats.enter(draft_sources, accepted, groups, is_tree_asked)
-        root.note_savings(groups, self.saved_per_draft_token, self.row_seconds)
-        if root.expected:
-            root.kept.add(len(accepted), root.expected)
-        else:
-            root.kept.fade()
-        if size:
-            for source in self.observing:
-                stats.notify(source, "observe", root.request.id, draft, accepted)
-        return counts
+    def count(self, root: RequestDraft, path: AcceptedPath, found: Iterator[int]) -> StepCounts:
+        """Count the draft's tokens by source, and notify the sources. `found` yields the numbers of
+        its verified and accepted draft tokens by source.
+        """
+        draft, stats = root.scheduled.draft, self.spec_stats
+        by_source = [(name, next(found), next(found)) for name in root.names]
+        counts = stats.counts_of(root.proposed, by_source)
+        if not draft.tokens:
+            return counts, None
+        for source in self.observing:
+            stats.notify(source, "observe", root.request.id, draft, path.nodes)
+        if not root.request.sampling.return_speculation_details:
+            return counts, None
+        sources = [root.ask.trie.sources(node) for node in root.nodes[: len(draft.tokens)]]
+        return counts, stats.tree_of(draft, sources, path.nodes)
 
     def begin(self, request: Request) -> None:
         begun = SourceRequest(
@@ -700,7 +527,7 @@ class AdaptiveSpeculator:
     def serve(self, request: Request) -> RequestDraft:
         """Serve a request with models. Other sources serve it once they know it, see `begin`."""
         acceptance = self.acceptance.begin(request.id, scope_of(request))
-        acceptance.may_pay = True  # the request may differ from earlier ones
+        acceptance.expect_more()  # the request may differ from earlier ones
         allows = request.sampling.speculation.allows
         models = [source.name for source in self.model_sources if allows(source.name)]
         self.served[request.id] = root = RequestDraft(request, acceptance, models)
@@ -723,18 +550,28 @@ class AdaptiveSpeculator:
             plan=None if acceptance.last is None else plan_state(*acceptance.last),
         )
 
-    def learn_anew(self) -> None:
+    def learn_anew(self, exploration: float | None = None) -> None:
         """Drop all statistics, also those of an earlier start. From now on, ask estimating sources
-        in every step, whether or not their draft tokens are worth the planning.
+        in every step, whether or not their draft tokens are worth the planning. Trials may lose a
+        share `exploration` of the time.
         """
-        self.acceptance, self.asks_always = PerTenant(self.make_stats), True
+        self.plans, self.asks_always = Plans(exploration), True
+        self.use_sources()
+        self.make_stats = partial(AcceptanceStats, plans=self.plans)
+        self.acceptance = PerTenant(self.make_stats)
         self.reset()
 
     def reset(self) -> None:
         self.planner = Planner(self.scheduler.costs)
+        self.plans.clear()
         self.acceptance.reset()
-        self.roots, self.scopes = {}, []
+        self.roots, self.stepped = {}, []
         for source in self.sources:
             source.reset()
         for served in self.served.values():
-            served.bind(self.acceptance.begin(served.request.id, scope_of(served.request)))
+            served.use(self.acceptance.begin(served.request.id, scope_of(served.request)))
+
+
+def named(names: Sequence[str], bits: int) -> list[str]:
+    """Return the names whose places have a bit."""
+    return [name for place, name in enumerate(names) if bits >> place & 1]

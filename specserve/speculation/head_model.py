@@ -135,8 +135,8 @@ class HeadModel(ModelExecutor):
 
     The target cannot recompute auxiliary hidden states, so they are kept until the head runs their
     rows. Before the next step is planned, the head runs prompt rows, and all rows once a block is
-    full. Other rows run when the head proposes. The rows of a single request may wait until it ends
-    or another request starts.
+    full or a request has ended. Other rows run when the head proposes. The rows of a single request
+    may wait until it ends or another request starts.
 
     Known rows overwrite the KV of draft tokens, which depends on the head's own states. The last
     slot of a cached block may depend on another next token, which lowers acceptance.
@@ -147,7 +147,6 @@ class HeadModel(ModelExecutor):
     ) -> None:
         super().__init__(runner, scheduler)
         self.head, self.target = head, target
-        scheduler.pool.has_late_kv = True
         self.first_costs = StepCosts(scheduler.budget.max_batched_tokens)  # known tokens
         words = aux_layer_words(head.aux_layer_ids, target.decoder.config.num_layers)
         self.watch: AuxLayerWatch | None = AuxLayerWatch(words)
@@ -226,10 +225,10 @@ class HeadModel(ModelExecutor):
             for backlog in every:
                 if backlog.size > KEPT:
                     self.write(backlog, backlog.request.table, max(backlog.size - KEPT, PIECE))
-        elif any(map(self.is_due, every)):
+        elif self.ended or any(map(self.is_due, every)):
             tables = {each.request.id: each.table for each in seen} | self.ended
             self.run(every, tables, self.watch)
-        for id in self.ended:  # its last block is not full, so no request can reuse it
+        for id in self.ended:
             self.backlogs.pop(id, None)
             self.last.pop(id, None)
         self.ended.clear()

@@ -4,20 +4,25 @@ All plans are compared by expected tokens per expected second, with the measured
 this machine. A plan without draft tokens is compared in the same way.
 
 A source has an account in each tenant scope: what it takes and saves, as a share of a request's
-part of a step's time. Trials of sources that do not pay have a budget.
+part of a step's time. Trials of sources that do not pay have a budget. Accounts are kept in C++
+(plans.cpp).
 """
 
+import weakref
+from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from ctypes import byref
 from itertools import accumulate
 from math import inf
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
 import msgspec
 
 from specserve.speculation.constants import (
     AT_FIRST,
     BETTER,
+    COLD,
     EXPLORATION,
     FADE,
     FEW,
@@ -26,6 +31,7 @@ from specserve.speculation.constants import (
     FREE_ESTIMATES,
     HOPED,
     KEPT,
+    LATELY,
     LEAST_EXPECTED,
     MOST_LOST,
     PATIENCE,
@@ -37,7 +43,13 @@ from specserve.speculation.constants import (
 )
 from specserve.speculation.costs import Step, StepCosts, prefill_value
 from specserve_drafters.base import make_calibration
-from specserve_drafters.candidates import ChosenDraft, Selection, Size, WeighedSizes
+from specserve_drafters.candidates import (
+    MAX_NODES,
+    ChosenDraft,
+    Selection,
+    Size,
+    WeighedSizes,
+)
 from specserve_drafters.trie import (
     CHILDREN_BY,
     AcceptancePrior,
@@ -45,303 +57,8 @@ from specserve_drafters.trie import (
     Calibration,
     RequestCandidates,
 )
-
-if TYPE_CHECKING:
-    from specserve.speculation.costs import Step
-
-
-class SavedShare:
-    """Average share of a request's step time that draft tokens of a source save."""
-
-    __slots__ = ("free", "num_own", "num_steps", "rate", "saved")
-
-    def __init__(
-        self, saved: float = 0.0, num_steps: int = 0, rate: float = RATE, free: float = FREE
-    ) -> None:
-        """`rate`: weight of a step. `free`: share that may be lost."""
-        self.saved, self.num_steps, self.rate, self.free = saved, num_steps, rate, free
-        self.num_own = 0  # steps of its own; it begins with those of others
-
-    def add(self, saved: float) -> None:
-        self.num_own += 1
-        self.num_steps = self.num_steps + 1 if self.pays else 1  # restart the average after a trial
-        self.saved += max(1 / self.num_steps, self.rate) * (saved - self.saved)
-
-    def charge(self, lost: float) -> None:
-        """Spread a loss over the steps of the average."""
-        self.saved -= max(1 / max(self.num_steps, PATIENCE), self.rate) * lost
-
-    @property
-    def pays(self) -> bool:
-        return self.num_steps > 0 and self.saved >= -self.free
-
-
-class Trust:
-    """Ratio of what was saved to what estimates promised, in seconds or tokens."""
-
-    __slots__ = ("least", "most", "num_steps", "promised", "rate", "saved")
-
-    def __init__(self, rate: float = RATE, least: float = 0.0, most: float = 1.0) -> None:
-        """`rate`: weight of a step."""
-        self.saved = self.promised = 0.0
-        self.num_steps, self.rate, self.least, self.most = 0, rate, least, most
-
-    @property
-    def value(self) -> float:
-        """Return the ratio, `least` to `most`; 1 before the first step."""
-        if self.num_steps == 0:
-            return 1.0
-        ratio, least, most = self.saved / self.promised, self.least, self.most
-        return least if ratio < least else most if ratio > most else ratio
-
-    def add(self, saved: float, promised: float, is_trial: bool = False) -> None:
-        """Count a step; that of a trial replaces the earlier ones."""
-        if self.num_steps == 0:
-            self.saved, self.promised, self.num_steps = promised, promised, round(0.5 / self.rate)
-        self.num_steps = 1 if is_trial else self.num_steps + 1
-        first = 1 / self.num_steps
-        rate = first if first > self.rate else self.rate
-        self.saved += rate * (saved - self.saved)
-        self.promised += rate * (promised - self.promised)
-
-    def fade(self) -> None:
-        """Trust a little more: only drafts show that less trust is due, and it prevents them."""
-        self.saved += self.rate * (self.promised - self.saved)
-
-
-class SourceAccount:
-    """A source's savings in a scope, and the loss budget of its trials.
-
-    A source that estimates has one average for all requests, because its estimates tell them apart.
-    Others have an average for each request.
-    """
-
-    def __init__(self, share: float = 1.0, is_estimating: bool = False) -> None:
-        """`share` of the budget of trials is this source's."""
-        self.budget = EXPLORATION * share  # steps' time per step
-        self.all = SavedShare(rate=SCOPE_RATE, free=FREE_ESTIMATES if is_estimating else FREE)
-        self.by_request: dict[int, SavedShare] = {}
-        self.trust = Trust()
-        self.trusted = 1.0  # its value in this step
-        self.seconds = 0.0  # usual seconds of asking for a request
-        self.left = AT_FIRST  # steps' time that trials may lose
-        self.earned = 0.0  # the same, for finding out about new requests
-        self.loss = 0.0  # recent average loss of a trial
-        # False until the first result, which takes far more time than later ones
-        self.is_warm = False
-        # State of the step:
-        self.is_due = True  # estimates are asked for
-        self.is_estimated = self.is_tried = False
-        self.spent = self.saved = 0.0  # seconds of a source that estimates
-        self.promised = self.kept = 0.0  # seconds that it promised and saved, if it was asked
-
-    def may_pay(self, id: int) -> bool:
-        """Return whether it saves time of a request, or has a large budget to find that out."""
-        return self.left > AT_FIRST / 2 or self.by_request.get(id, self.all).saved > 0
-
-    def next_step(self, num_steps: int) -> None:
-        """Begin a step, the last of so many."""
-        self.left = min(self.left + num_steps * self.budget, AT_FIRST)
-        self.loss *= FADE**num_steps
-        self.trusted = self.trust.value
-        self.is_due = self.all.pays or self.is_exploring
-
-    @property
-    def is_exploring(self) -> bool:
-        """Return whether the budget allows a trial."""
-        return self.left >= min(self.loss, AT_FIRST)
-
-    def may_try(self, share: SavedShare) -> bool:
-        """Return whether this step tries a request that does not pay."""
-        return self.is_exploring or (share.num_own == 0 and self.earned >= min(self.loss, AT_FIRST))
-
-    def of(self, id: int) -> SavedShare:
-        """Return a request's savings. A new request starts with the average of all."""
-        share = self.by_request.get(id)
-        if share is None:
-            share = self.by_request[id] = SavedShare(
-                self.all.saved, min(self.all.num_steps, PATIENCE)
-            )
-        return share
-
-    def took(self, seconds: float) -> None:
-        """Learn the seconds of asking for a request. Only a series of slow calls counts as slow."""
-        self.seconds += (
-            RATE * (min(seconds, 2 * self.seconds) - self.seconds) if self.seconds else seconds
-        )
-
-    def add(
-        self,
-        outcomes: Sequence[tuple[SavedShare, float, bool]],
-        num_roots: int = 1,
-        more: float = 0.0,
-    ) -> None:
-        """Count a step with `num_roots` roots: the shares that were saved, and whether each is of a
-        trial. `more` counts further parts of the step's time that were lost.
-
-        If a source pays, other losses, such as catching up with a prompt, are spread over what it
-        saves: they decide about new requests, but not about those that go on. Trials and sources
-        that do not pay lose their budget.
-        """
-        tried = [saved for _, saved, is_trial in outcomes if is_trial]
-        if not self.is_warm:
-            self.is_warm |= len(outcomes) > 0
-            self.lose(more / num_roots, is_trial=False)
-            return
-        lost, once, found_out, gained = more - sum(tried), 0.0, 0.0, 0.0
-        if self.all.pays and not tried:
-            lost, once = 0.0, more / max(len(outcomes), 1)
-        for share, saved, is_trial in outcomes:
-            did_pay, is_new = share.pays, share.num_own < PATIENCE
-            if is_trial and share.num_own == 0:
-                found_out -= saved
-            gained += 0.0 if is_trial else max(saved, 0.0)
-            share.add(saved)
-            self.all.add(saved - once)
-            if did_pay and not share.pays:  # it only seemed to pay: count it as a trial
-                seemed = -share.saved * min(share.num_steps, 1 / RATE)
-                lost, found_out = lost + seemed, found_out + (seemed if is_new else 0.0)
-        if not outcomes:
-            self.all.charge(once)
-            found_out = lost
-        paid = min(max(min(found_out, lost), 0.0) / num_roots, self.earned)
-        self.earned = min(self.earned - paid + REINVESTED * gained / num_roots, AT_FIRST)
-        self.lose(lost / num_roots, len(tried) > 0, paid)
-
-    def lose(self, lost: float, is_trial: bool, paid: float = 0.0) -> None:
-        """Charge the budget, except for what is paid from gains."""
-        if is_trial:
-            self.loss += (max(lost, 0.0) - self.loss) / 2
-        self.left = max(self.left - lost + paid, -MOST_LOST)
-
-    def settle(self, part: float) -> None:
-        """Count the step of a source that estimates; `part` is the scope's part of the step, in
-        seconds.
-        """
-        if not self.is_estimated:
-            return
-        saved = (self.saved - self.spent) / part
-        is_trial = self.is_tried or not self.all.pays
-        if self.is_warm:
-            self.all.add(saved)
-            if is_trial:
-                self.lose(-saved, is_trial)
-        if self.promised:
-            self.trust.add(self.kept, self.promised, self.is_tried)
-        self.is_warm, self.is_estimated, self.is_tried = True, False, False
-        self.spent = self.saved = self.promised = self.kept = 0.0
-
-
-class AcceptanceStats:
-    """Statistics of one tenant scope's requests: acceptance, and the accounts of sources.
-
-    Machine-wide values, such as step costs, are kept elsewhere.
-    """
-
-    def __init__(
-        self,
-        prior: AcceptancePrior | None = None,
-        sharing: Collection[str] = (),
-        estimating: Collection[str] = (),
-    ) -> None:
-        """`prior` has counts of earlier texts, see `specserve tune`. `estimating` lists the sources
-        that estimate what they save.
-        """
-        # Of greedy and of sampled requests: draft tokens are right less often in sampled texts.
-        self.calibrations = make_calibration(prior), make_calibration(prior)
-        # Share of the expected draft tokens of both that were accepted: plans prefer tokens whose
-        # probability is estimated too high.
-        self.kept = Trust(SCOPE_RATE, *KEPT), Trust(SCOPE_RATE, *KEPT)
-        self.use_sources(sharing, estimating)
-        self.accounts: dict[str, SourceAccount] = {}  # by source
-        # Usual seconds per request of planning. The time depends on which sources are asked and on
-        # the number of draft tokens, so it is kept per scope.
-        self.planning = 0.0
-        self.is_warm = False  # False until the first planning, which takes far longer
-        self.left = 0.0  # seconds that collecting successors from logits may still take
-        self.last: tuple[Plan, Step] | None = None  # latest plan of a step without other scopes
-        self.number, self.num_roots = 0, 0  # number of the current step, and its roots
-        # If no source may pay, sources are considered only in every PAUSE-th step. Likewise if all
-        # of them save less than considering them takes, after a step that saved nothing.
-        self.may_pay, self.is_paused = True, False
-        self.considered = 0  # number of the step in which they were considered last
-        self.gain = 0.0  # seconds that all sources saved in this step, trials aside
-        # Long and short average share of a step's time that they save, less all that they take
-        self.nets = [FREE, FREE]
-        self.has_gained = True  # in the step in which they were considered last
-
-    def use_sources(self, sharing: Collection[str], estimating: Collection[str]) -> None:
-        """Use these sources from now on. Accounts are kept. Those of `sharing` share one budget of
-        trials; a model has a budget of its own.
-        """
-        self.sharing, self.estimating = sharing, estimating
-
-    def account(self, name: str) -> SourceAccount:
-        if name not in self.accounts:
-            share = 1 / len(self.sharing) if name in self.sharing else 1.0
-            self.accounts[name] = SourceAccount(share, name in self.estimating)
-        return self.accounts[name]
-
-    def calibration(self, temperature: float) -> Calibration:
-        """Return the calibration of a request with this temperature."""
-        return self.calibrations[temperature > 0]
-
-    def kept_of(self, temperature: float) -> Trust:
-        return self.kept[temperature > 0]
-
-    def counts(self) -> dict[str, list[BinCounts]]:
-        """Return the counts of all bins with draft tokens, by source."""
-        sums = dict[str, dict[int, BinCounts]]()
-        for calibration in self.calibrations:
-            for source, bins in calibration.counts().items():
-                own = sums.setdefault(source, {})
-                for one in bins:
-                    own[one.kind] = own[one.kind].plus(one) if one.kind in own else one
-        return {source: [own[kind] for kind in sorted(own)] for source, own in sums.items()}
-
-    def next_step(self, number: int, asks_always: bool = False) -> None:
-        self.number, self.num_roots, passed = number, 0, number - self.considered
-        is_worth = self.may_pay and (max(self.nets) > 0 or self.has_gained)
-        self.is_paused = passed < PAUSE and not (is_worth or asks_always)
-        if not self.is_paused:
-            self.considered, self.may_pay = number, False
-            for account in self.accounts.values():
-                account.next_step(passed)
-
-    def settle(self, part: float, considering: float) -> None:
-        """Count a step in which sources were considered: `part` is the scope's part of its time,
-        `considering` the time of choosing the sources to ask, both in seconds.
-        """
-        for account in self.accounts.values():
-            account.settle(part)
-        net, self.gain = (self.gain - considering) / part, 0.0
-        rates = SCOPE_RATE, RATE
-        self.nets = [was + rate * (net - was) for was, rate in zip(self.nets, rates, strict=True)]
-        self.has_gained = net > 0
-
-    def note_planning(self, seconds: float, num_roots: int) -> None:
-        """Learn the planning time per request from a step."""
-        if self.planning:
-            rate = 1 - (1 - RATE) ** num_roots
-            self.planning += (min(seconds, 2 * self.planning) - self.planning) * rate
-        elif self.is_warm:
-            self.planning = seconds
-        self.is_warm = True
-
-    def forget_model(self, name: str) -> None:
-        """Drop statistics of a model that is replaced by another one."""
-        if name in self.accounts:
-            self.accounts[name] = SourceAccount()
-        for judged in (name, CHILDREN_BY + name):
-            for calibration in self.calibrations:
-                calibration.drop(judged)
-
-    def forget(self, id: int) -> None:
-        """Drop the statistics of one request."""
-        for calibration in self.calibrations:
-            calibration.forget(id)
-        for account in self.accounts.values():
-            account.by_request.pop(id, None)
+from specserve_kernels.cpu import BuildError
+from specserve_kernels.cpu.plans import SUMS, ModelRun, PlanSettings, plan_functions
 
 
 class Plan(msgspec.Struct):
@@ -353,7 +70,7 @@ class Plan(msgspec.Struct):
     tokens: float
     seconds: float
     rival: float | None = None  # best known rate, if the plan tries rows of unknown cost
-    drafts: list[tuple[ChosenDraft, float]] | None = None  # see `cut`; None: not cut so far
+    is_cut: bool = False  # its drafts are in the buffers of tries in C++
 
     @property
     def rate(self) -> float:
@@ -364,9 +81,14 @@ class Plan(msgspec.Struct):
         """Return the draft of each request, and how many of its likely nodes the estimates alone
         expect to be accepted.
         """
-        if self.drafts is not None:
-            return self.drafts
         return asks[0].trie.cut(asks, self.found, self.size, LEAST_EXPECTED)
+
+    def columns(self, asks: Sequence[RequestCandidates]) -> Any:
+        """Return the same of tries in C++ by column, see `CutColumns`."""
+        trie: Any = asks[0].trie
+        if not self.is_cut:
+            trie.cut_columns(asks, self.found, self.size, LEAST_EXPECTED)
+        return trie.columns(len(asks), self.size)
 
 
 class ExplorationSchedule:
@@ -410,7 +132,7 @@ def choose(
     """
     trie, native = asks[0].trie if asks else None, (step.native, costs.native)
     weighed = None if trie is None else trie.weigh(asks, most, LEAST_EXPECTED, *native)
-    found, known, hoped, drafts = weighed or weigh(asks, step, costs, most)
+    found, known, hoped, is_cut = weighed or weigh(asks, step, costs, most)
     best, rival = known, None
     if known.size and costs.is_stale(step.rows):
         plain = costs.of(step)
@@ -420,9 +142,9 @@ def choose(
             none = Size(0, 0.0, seconds, step.root_tokens / seconds)
             hoped = max(hoped, none, key=lambda size: size.rate)
     if hoped.rate > BETTER * known.rate and is_tried(step.rows + hoped.size):
-        best, rival, drafts = hoped, step.kept * known.rate, None
+        best, rival, is_cut = hoped, step.kept * known.rate, False
     tokens = step.num_roots + step.kept * best.gain
-    return Plan(found, best.size, step.rows + best.size, tokens, best.seconds, rival, drafts)
+    return Plan(found, best.size, step.rows + best.size, tokens, best.seconds, rival, is_cut)
 
 
 def weigh(
@@ -496,3 +218,245 @@ class Planner:
         """Learn from a tried plan's step time whether the plan was worth it."""
         if plan.rival is not None and plan.tokens > plan.rival * (step.spent + seconds):
             self.exploration.worked(plan.rows.bit_length())  # plan it again at once
+
+
+class NoLibraryError(ValueError):
+    """Drafter `auto` has no compiled library."""
+
+    def __init__(self, reason: BuildError) -> None:
+        super().__init__(
+            "Drafter 'auto' needs the compiled C++ library, and there is none. Install a C++ "
+            "compiler and run `python -m specserve_kernels.cpu`, or choose drafter 'ngram' or "
+            f"'none'. {reason}"
+        )
+
+
+class AccountState(NamedTuple):
+    """A source's savings in a scope, and the loss budget of its trials. See `Account` in C++."""
+
+    left: float  # steps' time that trials may lose
+    earned: float  # the same, for finding out about new requests
+    loss: float  # recent average loss of a trial
+    seconds: float  # usual seconds of asking for a request
+    trust: float  # ratio of what was saved to what estimates promised
+    is_exploring: float  # 1 if the budget allows a trial
+    may_pay: float  # 1 if it saves time of the request, or has a large budget to find that out
+    saved: float  # average share of a step that it saves, over all requests
+    num_steps: float  # of this average
+    of_request: float  # the same share of the request
+    steps_of_request: float
+    own_steps: float  # of the request
+    step_spent: float  # seconds in this step, of a source that estimates
+    step_saved: float
+    kept: float  # parts of `trust`
+    promised: float
+
+
+class Plans:
+    """The state of one speculator from step to step, in C++. Sources have numbers."""
+
+    def __init__(self, exploration: float | None = None) -> None:
+        """`exploration` is the share of time that trials may lose."""
+        try:
+            self.native = plan_functions()
+        except BuildError as e:
+            raise NoLibraryError(e) from e
+        share = EXPLORATION if exploration is None else exploration
+        settings = PlanSettings(
+            *(FREE, FREE_ESTIMATES, RATE, SCOPE_RATE, share, REINVESTED, FADE, AT_FIRST),
+            *(MOST_LOST, COLD, LATELY, *KEPT, PATIENCE, PAUSE, MAX_NODES),
+        )
+        self.handle = self.native.plans(byref(settings))
+        weakref.finalize(self, self.native.free_plans, self.handle)
+        self.numbers: dict[str, int] = {}  # by source
+        self.names: list[str] = []
+
+    def number(self, name: str) -> int:
+        number = self.numbers.get(name)
+        if number is None:
+            number = self.numbers[name] = len(self.names)
+            self.names.append(name)
+            self.native.use_source(self.handle, number, False, 1.0)
+        return number
+
+    def use(self, sharing: Collection[str], estimating: Collection[str]) -> None:
+        """Use these sources from now on. Accounts are kept. Those of `sharing` share one budget of
+        trials; a model has a budget of its own.
+        """
+        for name in sharing:
+            number, share = self.number(name), 1 / len(sharing)
+            self.native.use_source(self.handle, number, name in estimating, share)
+
+    def consider(
+        self, rows: Sequence[int], number: int, is_always: bool, step: "Step", costs: "StepCosts"
+    ) -> tuple[int, int, list[int], list[int]]:
+        """Begin a step. `rows` holds for each root its handle, its limit, and if it has output. If
+        `is_always`, estimating sources are asked, whether or not that is worth the planning.
+
+        -> how many scopes it has, how many of them are paused, the places of roots that are
+        considered, and bits of their sources whose estimates are due
+        """
+        rooted, num = array("q", rows), len(rows) // 3
+        out = array("q", bytes(16 * num + 16))
+        given = rooted.buffer_info()[0], num, number, is_always
+        addresses = byref(step.native), byref(costs.native), out.buffer_info()[0]
+        n = self.native.consider(self.handle, *given, *addresses)
+        scopes, paused, *found = out[: 2 * n + 2].tolist()
+        return scopes, paused, found[::2], found[1::2]
+
+    def set_estimates(
+        self, name: str, places: Sequence[int], expected: Sequence[float], each: float
+    ) -> None:
+        """Set a source's estimates for considered roots, each of which took so many seconds."""
+        at, values = array("q", places), array("d", expected)
+        given = len(at), at.buffer_info()[0], values.buffer_info()[0], each
+        self.native.set_estimates(self.handle, self.numbers[name], *given)
+
+    def ask(self, num: int) -> Iterable[tuple[int, int, int]]:
+        """Choose the sources to ask for `num` considered roots. Return for each root that asks any
+        its place, bits of the sources, and about how many draft tokens it uses.
+        """
+        out = array("q", bytes(24 * num))
+        n = self.native.ask(self.handle, out.buffer_info()[0])
+        found = iter(out[: 3 * n].tolist())
+        return zip(found, found, found, strict=True)
+
+    @property
+    def kept_share(self) -> float:
+        """Return the share of expected draft tokens that is accepted, of the step's roots."""
+        return self.native.kept_share(self.handle)
+
+    def took(self, name: str, seconds: float, is_extension: bool) -> None:
+        """Count the work of a source in this step."""
+        self.native.took(self.handle, self.numbers[name], seconds, is_extension)
+
+    def prices(
+        self, step: "Step", costs: "StepCosts", drafts: int, seconds: float
+    ) -> tuple[float, float]:
+        """Return the seconds that an accepted draft token saved, and that a row took, in a step of
+        `seconds` with so many draft tokens.
+        """
+        out = array("d", (0.0, 0.0))
+        given = byref(step.native), byref(costs.native), drafts, seconds
+        self.native.price_rows(*given, out.buffer_info()[0])
+        return out[0], out[1]
+
+    def note_drafts(self, addresses: tuple[int, int, int]) -> None:
+        """Note the drafts of roots that ask sources, see `CutColumns`."""
+        self.native.note_drafts(self.handle, *addresses)
+
+    def learn(
+        self,
+        rows: Sequence[int],
+        nodes: Sequence[int],
+        tokens: Sequence[int],
+        prices: tuple[float, float],
+        num_sources: int,
+    ) -> tuple[list[int], "array[float]"]:
+        """Count the results of requests. `rows` holds for each its handle, and how many draft
+        tokens, accepted ones and new tokens it has. `num_sources` is of all of them together.
+
+        -> verified and accepted draft tokens by request and source, and `SourceSums`
+        """
+        given, of_nodes, of_tokens = array("q", rows), array("i", nodes), array("i", tokens)
+        counts = array("q", bytes(16 * num_sources))
+        sums = array("d", bytes(8 * SUMS * len(self.names)))
+        addresses = (a.buffer_info()[0] for a in (of_nodes, of_tokens))
+        out = (a.buffer_info()[0] for a in (counts, sums))
+        n = len(rows) // 4
+        self.native.learn(self.handle, given.buffer_info()[0], n, *addresses, *prices, *out)
+        return counts.tolist(), sums
+
+    def settle(
+        self, taken: Sequence[float], models: Sequence[ModelRun], bits: Sequence[int]
+    ) -> None:
+        """Update all accounts after a step. `taken` holds the seconds that an accepted token saved,
+        of planning and of considering; `bits` are those of `note_models`.
+        """
+        runs, seconds = None, array("d", taken)
+        if models:
+            given = array("q", bits)
+            self.native.note_models(self.handle, given.buffer_info()[0])
+            runs = byref((ModelRun * len(models))(*models))
+        self.native.settle(self.handle, seconds.buffer_info()[0], runs, len(models))
+
+    def clear(self) -> None:
+        """Forget the step."""
+        self.native.clear(self.handle)
+
+
+class AcceptanceStats:
+    """Statistics of one tenant scope's requests: acceptance, and the accounts of sources.
+
+    Machine-wide values, such as step costs, are kept elsewhere.
+    """
+
+    def __init__(self, prior: AcceptancePrior | None = None, plans: Plans | None = None) -> None:
+        """`prior` has counts of earlier texts, see `specserve tune`."""
+        # Of greedy and of sampled requests: draft tokens are right less often in sampled texts.
+        self.calibrations = make_calibration(prior), make_calibration(prior)
+        self.plans = Plans() if plans is None else plans  # it is freed later than this
+        self.native = self.plans.native
+        self.handle = self.native.scope(self.plans.handle)
+        self.left = 0.0  # seconds that collecting successors from logits may still take
+        self.last: tuple[Plan, Step] | None = None  # latest plan of a step without other scopes
+
+    def __del__(self) -> None:
+        self.native.free_scope(self.handle)
+
+    def account(self, name: str, id: int = -1) -> AccountState:
+        """Return the state of a source's account, and of a request in it."""
+        out = array("d", bytes(8 * len(AccountState._fields)))
+        self.native.read_account(self.handle, self.plans.number(name), id, out.buffer_info()[0])
+        return AccountState(*out)
+
+    def set_account(self, name: str, left: float, saved: float) -> None:
+        """Set the budget of a source's trials, and its average over all requests."""
+        self.native.set_account(self.handle, self.plans.number(name), left, saved)
+
+    @property
+    def accounts(self) -> dict[str, AccountState]:
+        return {name: self.account(name) for name in self.plans.names}
+
+    @property
+    def kept(self) -> tuple[float, float]:
+        """Return the share of the expected draft tokens that was accepted, see `Scope` in C++."""
+        return self.state[0], self.state[1]
+
+    @property
+    def state(self) -> list[float]:
+        """Return the two of `kept`, planning, gain, and if it is paused and may pay."""
+        out = array("d", bytes(8 * 6))
+        self.native.read_scope(self.handle, out.buffer_info()[0])
+        return out.tolist()
+
+    def expect_more(self) -> None:
+        """Consider sources in the next step."""
+        self.native.expect_more(self.handle)
+
+    def calibration(self, temperature: float) -> Calibration:
+        """Return the calibration of a request with this temperature."""
+        return self.calibrations[temperature > 0]
+
+    def counts(self) -> dict[str, list[BinCounts]]:
+        """Return the counts of all bins with draft tokens, by source."""
+        sums = dict[str, dict[int, BinCounts]]()
+        for calibration in self.calibrations:
+            for source, bins in calibration.counts().items():
+                own = sums.setdefault(source, {})
+                for one in bins:
+                    own[one.kind] = own[one.kind].plus(one) if one.kind in own else one
+        return {source: [own[kind] for kind in sorted(own)] for source, own in sums.items()}
+
+    def forget_model(self, name: str) -> None:
+        """Drop statistics of a model that is replaced by another one."""
+        self.native.drop_account(self.handle, self.plans.number(name))
+        for judged in (name, CHILDREN_BY + name):
+            for calibration in self.calibrations:
+                calibration.drop(judged)
+
+    def forget(self, id: int) -> None:
+        """Drop the statistics of one request."""
+        for calibration in self.calibrations:
+            calibration.forget(id)
+        self.native.forget(self.handle, id)

@@ -59,7 +59,7 @@ class TokenRecycler:
         """
         part, name = COLLECTING * seconds / max(len(acceptance), 1), self.source.name
         for id, one in zip(ids, acceptance, strict=True):
-            share = part if one.account(name).may_pay(id) else SELDOM * part
+            share = part if one.account(name, id).may_pay else SELDOM * part
             one.left = min(one.left + share, seconds)
         return any(one.left > 0 for one in acceptance)
 

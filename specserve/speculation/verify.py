@@ -29,6 +29,7 @@ from specserve.speculation.planner import Plan
 from specserve_drafters import ROOT, Draft
 from specserve_drafters.tenants import TenantScope
 from specserve_kernels import Logprobs
+from specserve_kernels.cpu.plans import SUMS
 
 log = logging.getLogger("specserve")
 
@@ -280,6 +281,44 @@ class SpecDecodeStats:
         """
         self.saved_per_draft_token, self.row_seconds = saved_per_draft_token, row_seconds
 
+    def counts_of(
+        self, proposed: dict[str, int], verified: Sequence[tuple[str, int, int]]
+    ) -> dict[str, SourceCounts]:
+        """Return a request's counts by source. `verified` holds for each of its sources how many
+        draft tokens were verified and accepted.
+        """
+        counts = self.nothing.copy()
+        for name, number, accepted in verified:
+            if number or name in proposed:
+                some = proposed.get(name, 0)
+                self.sums[name].proposed += some
+                counts[name] = SourceCounts(some, number, accepted)
+        return counts
+
+    def add(self, names: Sequence[str], sums: Sequence[float]) -> None:
+        """Add the sums of a step by source, see `SourceSums` in C++."""
+        for name, begin in zip(names, range(0, len(sums), SUMS), strict=True):
+            if not sums[begin]:
+                continue
+            verified, accepted, saved = sums[begin : begin + 3]
+            own = self.sums[name]
+            own.verified += int(verified)
+            own.accepted += int(accepted)
+            own.saved_seconds += saved
+            depth, left = 0, int(accepted)
+            while left:
+                number = int(sums[begin + 3 + depth])
+                if depth == len(own.accepted_at):
+                    own.accepted_at.append(0)
+                own.accepted_at[depth] += number
+                depth, left = depth + 1, left - number
+
+    def tree_of(
+        self, draft: Draft, sources: Sequence[Sequence[str]], accepted: Sequence[int]
+    ) -> VerifiedTree:
+        bits = [sum(self.bits[name] for name in names) for names in sources]
+        return VerifiedTree(draft.tokens, draft.parents, bits, [*accepted])
+
     def enter(
         self,
         draft_sources: DraftSources,
@@ -314,8 +353,7 @@ class SpecDecodeStats:
                     by_depth[depth] += 1
         if not is_tree_asked or not draft.tokens:
             return counts, None
-        bits = [sum(self.bits[name] for name in names) for names in sources]
-        return counts, VerifiedTree(draft.tokens, draft.parents, bits, [*accepted])
+        return counts, self.tree_of(draft, sources, accepted)
 
 
 def cost_state(costs: StepCosts) -> CostState:

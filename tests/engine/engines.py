@@ -17,10 +17,11 @@ from specserve.exchange.sampling_params import Sampling, choices_of
 from specserve.memory.blocks import PendingUpdates
 from specserve.models.loader import load_decoder
 from specserve.models.weight import AS_STORED
+from specserve.speculation import planner
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
 from specserve.speculation.costs import StepCosts
 from specserve.speculation.draft_depth import DraftDepthController
-from specserve.speculation.planner import Plan, SourceAccount
+from specserve.speculation.planner import Plan
 from specserve.speculation.speculator import FixedSpeculator
 from specserve_drafters import ROOT, Draft
 from specserve_drafters.candidates import Selection
@@ -117,10 +118,13 @@ def ask_always(engine):
     engine.speculator.asks_always = True
 
 
+ALWAYS = 100.0  # share of time that trials may lose: they are due in every step
+
+
 def let_all_guess(patch):
     """Ask sources in every step, as if drafting took no time: no clock decides about them."""
     patch.setattr(AdaptiveSpeculator, "asks_always", True)
-    patch.setattr(SourceAccount, "is_exploring", True)
+    patch.setattr(planner, "EXPLORATION", ALWAYS)
     patch.setattr(StepCosts, "seconds", lambda *_, **__: 1.0)
     patch.setattr(DraftDepthController, "seconds", lambda *_, **__: 0.0)
 

@@ -98,7 +98,9 @@ def test_what_was_generated_is_found_as_well(target):
 @pytest.mark.parametrize("drafter", ["none", "model"])
 @pytest.mark.parametrize(("block_size", "kv_dtype"), [(64, "auto"), (16, "int8")])
 def test_a_text_is_found_up_to_an_edit(pair, drafter, block_size, kv_dtype):
-    """In the middle of a full block, of an end of a text, and next to a running request."""
+    """In the middle of a full block and of an end of a text. A running request may still get draft
+    KV, so no part of its own blocks is found.
+    """
     draft = pair[1] if drafter == "model" else None
 
     def engine():
@@ -111,11 +113,13 @@ def test_a_text_is_found_up_to_an_edit(pair, drafter, block_size, kv_dtype):
     for text, found in zip(edits, (89, 164), strict=True):
         cold = engine()
         want = answer(cold, text, asked)[0].token_ids
-        other = warm.add(first, sampling(30))  # holds the blocks
+        again, _ = answer(warm, text, asked)
+        assert again.token_ids == want and again.num_cached == found
+        running = warm.add(text, sampling(30))
         warm.step()
         again, _ = answer(warm, text, asked)
-        assert again.token_ids == want and other.num_cached == 149
-        assert again.num_cached == found
+        held = len(running.table.blocks[: found // block_size]) * block_size
+        assert again.token_ids == want and again.num_cached >= held
 
 
 def test_draft_tokens_are_never_found(target):

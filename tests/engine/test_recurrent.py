@@ -256,7 +256,7 @@ def test_start_up_reports_the_size_of_a_state(target):
     engine = engine_for(target)
     size, config = engine.target.arena.state_size, load_config(None, {})
     kib = size * engine.pool.block_bytes / 2**10
-    words = pool_words(config, engine.pool, size, 2 * size)
+    words = pool_words(config, engine.pool, 16, size, 2 * size)
     assert f"A recurrent state takes {kib:.1f} KiB" in words
     assert f"A recurrent draft state takes {2 * kib:.1f} KiB" in words
 

@@ -5,10 +5,20 @@ import torch
 
 from specserve.models.loader import load_decoder
 from specserve.models.weight import Rounding
-from specserve.speculation.planner import SourceAccount
+from specserve.speculation import planner
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock
-from tests.engine.engines import MAX_LEN, OPS, Scripted, Watch, bush, draft_of, engine_for, plain
+from tests.engine.engines import (
+    ALWAYS,
+    MAX_LEN,
+    OPS,
+    Scripted,
+    Watch,
+    bush,
+    draft_of,
+    engine_for,
+    plain,
+)
 from tests.engine.test_formats import cases
 from tests.models.forward import recorded_and_eager
 
@@ -40,7 +50,7 @@ def texts(folder):
 def test_a_drafter_changes_no_text(folder, texts, rounding, of_draft, drafter, monkeypatch):
     """Beside other requests, in chunks, after prefix hits and preemption."""
     Clock(monkeypatch)
-    monkeypatch.setattr(SourceAccount, "is_exploring", True)  # so that auto is sure to guess
+    monkeypatch.setattr(planner, "EXPLORATION", ALWAYS)  # so that auto is sure to guess
     target, want = load_rounded(folder, rounding), texts[rounding]
     engine = engine_for(
         target,

@@ -279,16 +279,18 @@ def test_the_block_that_begins_with_most_of_the_tokens_is_found():
     known.add(5, b"a", array("i", [1, 2, 9, 9]))
     known.add(6, b"a", array("i", [1, 2, 3, 9]))
     known.add(7, b"b", tokens)
-    assert known.find(b"a", tokens) == (6, 3)
-    assert known.find(b"a", tokens[:1]) == (6, 1), "the latest of equally good ones"
-    assert known.find(b"a", array("i", [9])) == known.find(b"c", tokens) == (-1, 0)
+    free, held = [0] * 8, [0] * 6 + [1, 0]
+    assert known.find(b"a", tokens, free) == (6, 3)
+    assert known.find(b"a", tokens, held) == (5, 2), "of those that no table holds"
+    assert known.find(b"a", tokens[:1], free) == (6, 1), "the latest of equally good ones"
+    assert known.find(b"a", array("i", [9]), free) == known.find(b"c", tokens, free) == (-1, 0)
     known.drop(6)
     known.drop(6)
-    assert known.find(b"a", tokens) == (5, 2)
+    assert known.find(b"a", tokens, free) == (5, 2)
     known.drop(5)
     assert list(known.by_parent) == [b"b"]
     known.clear()
-    assert known.find(b"b", tokens) == (-1, 0) and not known.parents
+    assert known.find(b"b", tokens, free) == (-1, 0) and not known.parents
 
 
 def test_a_part_of_a_block_is_not_found_after_its_eviction_or_a_reset():

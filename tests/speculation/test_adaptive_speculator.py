@@ -8,9 +8,9 @@ import pytest
 from specserve.api.outputs import Generation
 from specserve.exchange.sampling_params import Sampling, Slo, SpeculationParams
 from specserve.speculation import planner
-from specserve.speculation.adaptive_speculator import AdaptiveSpeculator, SourceChooser
+from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
 from specserve.speculation.costs import Step, StepCosts
-from specserve.speculation.planner import Trust, choose
+from specserve.speculation.planner import Plans, choose
 from specserve.speculation.speculator import UserSource
 from specserve.speculation.verify import DraftSources
 from specserve.text.tokenizer import Tokenizer
@@ -587,16 +587,20 @@ def test_a_trial_for_one_request_says_nothing_of_others_and_costs_it_its_part(ta
     speculator = planned(engine, model_sources=engine.speculator.model_sources)
     engine.speculator = speculator
     requests = [engine.add([id + 1, *PROMPT], greedy(120)) for id in range(4)]
-    account, seen = speculator.acceptance.of(requests[0].id).account("model"), []
+    acceptance, seen = speculator.acceptance.of(requests[0].id), []
+
+    def saved_of(id):
+        return acceptance.account("model", id).of_request
+
     while not engine.is_idle:
-        before = {r.id: account.of(r.id).saved for r in requests}
+        before = {r.id: saved_of(r.id) for r in requests}
         is_alone = speculator.model_sources[0].is_trial_alone and len(speculator.roots) == 4
         tried = [id for id, root in speculator.roots.items() if root.tried]
         engine.step()
-        changed = [id for id, saved in before.items() if account.of(id).saved != saved]
+        changed = [id for id, saved in before.items() if saved_of(id) != saved]
         if is_alone and all(r.id in engine.requests for r in requests):
             assert changed == tried and len(tried) == 1
-            seen.append(account.of(tried[0]).saved)
+            seen.append(saved_of(tried[0]))
     assert seen and min(seen) > -5, "not all of three levels, which are 18 parts of a step"
 
 
@@ -632,14 +636,16 @@ class Noting(Foretelling):
 @pytest.fixture
 def considering(clock, monkeypatch):
     """Returns a function that sets how many steps' time it takes to choose the sources to ask."""
-    weigh_tokens = SourceChooser.weigh_tokens
+    consider = Plans.consider
 
     def take(steps):
         def slow(*args):
-            clock.now += steps * STEP
-            weigh_tokens(*args)
+            found = consider(*args)
+            _, num_paused, *_ = found
+            clock.now += 0 if num_paused else steps * STEP
+            return found
 
-        monkeypatch.setattr(SourceChooser, "weigh_tokens", slow)
+        monkeypatch.setattr(Plans, "consider", slow)
 
     return take
 
@@ -667,35 +673,21 @@ def test_a_pause_ends_with_the_first_step_that_saves_more_than_it_takes(target, 
 
 
 def test_a_promise_counts_only_tokens_that_save_more_than_their_rows_take(target):
-    chooser = planned(engine_for(target, None, "auto")).chooser
-    chooser.part, chooser.row_share = 0.01, 0.0
-    assert chooser.promise(1.0) == pytest.approx(0.01), "1/2 + 1/4 + ... tokens"
-    chooser.row_share = 0.2
-    assert chooser.promise(1.0) == pytest.approx(0.01 * (0.5 - 0.2 + 0.25 - 0.2))
-    chooser.row_share = 0.6
-    assert chooser.promise(1.0) == 0.0
+    plans = Plans()
 
+    def promise(row_share):
+        return plans.native.promise(plans.handle, 0.01, row_share, 1.0)
 
-def test_trust_follows_what_was_kept_of_promises_and_returns_without_evidence():
-    trust = Trust(rate=0.1, least=0.5, most=1.25)
-    assert trust.value == 1.0
-    for _ in range(200):
-        trust.add(0.7, 1.0)
-    assert trust.value == pytest.approx(0.7, abs=0.01)
-    for _ in range(40):
-        trust.fade()
-    assert trust.value == pytest.approx(1.0, abs=0.01)
-    for saved, value in ((0.0, 0.5), (9.0, 1.25)):
-        for _ in range(200):
-            trust.add(saved, 1.0)
-        assert trust.value == value
+    assert promise(0.0) == pytest.approx(0.01), "1/2 + 1/4 + ... tokens"
+    assert promise(0.2) == pytest.approx(0.01 * (0.5 - 0.2 + 0.25 - 0.2))
+    assert promise(0.6) == 0.0
 
 
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_a_speculator_learns_the_share_of_expected_tokens_that_is_kept(target, wrong):
     engine = run(target, lambda truth: [Oracle("its", truth, p=0.6, wrong=wrong)], max_tokens=30)
     [acceptance] = engine.speculator.acceptance.every
-    greedy, sampled = (trust.value for trust in acceptance.kept)
+    greedy, sampled = acceptance.kept
     assert sampled == 1.0 and (greedy < 1.0 if wrong else greedy > 1.05)
 
 

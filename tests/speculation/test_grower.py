@@ -3,8 +3,6 @@
 import pytest
 
 from specserve.models.eagle_head import load_eagle_head
-from specserve.speculation.adaptive_speculator import RequestDraft
-from specserve.speculation.planner import AcceptanceStats
 from specserve.speculation.verify import DraftSources
 from specserve_drafters.candidates import ROOT, Candidate, Draft
 from specserve_drafters.trie import CHILDREN_BY, FINDS, Calibration, Trie
@@ -13,6 +11,8 @@ from tests.engine.clock import Clock
 from tests.engine.engines import Case, Watch, engine_for, load_small
 from tests.models.eagle_heads import write_head
 from tests.scheduling import simulation
+from tests.speculation.oracle_accounts import OracleStats
+from tests.speculation.oracle_requests import OracleDraft
 from tests.speculation.test_head_model import PROMPT, sampling
 
 
@@ -78,7 +78,7 @@ def test_what_both_draft_is_the_merit_of_the_one_that_was_run_first(first, other
     own = trie.put(both, 6, trie.calibrators[other].weigh(0.9, 2))
     wrong = trie.put(own, 7, trie.calibrators[other].weigh(0.9, 3))
     sources = [tuple(trie.sources(node)) for node in (both, own, wrong)]
-    root = RequestDraft(simulation.request(simulation.scheduler(8), 1, 4, 4), AcceptanceStats(), ())
+    root = OracleDraft(simulation.request(simulation.scheduler(8), 1, 4, 4), OracleStats(), (), ())
     root.note_savings(DraftSources(Draft(), sources, {}).groups([1, 2]), 1.0, 0.25)
     assert root.credit == {first: 0.75, other: 0.75 - 0.25}
     assert root.saved_of == {first: 0.75, other: 1.25}

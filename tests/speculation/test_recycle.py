@@ -137,8 +137,7 @@ def test_taking_over_has_a_small_share_of_the_time(engine, clock):
 @pytest.mark.parametrize(("saved", "part"), [(0.1, 1.0), (-0.1, recycler.SELDOM)])
 def test_a_source_that_saves_nothing_collects_seldom(engine, saved, part):
     acceptance, [token_recycler] = AcceptanceStats(), engine.speculator.recyclers
-    account = acceptance.account("recycle")
-    account.left, account.all.saved = 0.0, saved
+    acceptance.set_account("recycle", 0.0, saved)
     assert token_recycler.has_time([1], [acceptance], 2.0)
     assert acceptance.left == pytest.approx(part * recycler.COLLECTING * 2.0)
 

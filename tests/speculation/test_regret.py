@@ -178,7 +178,7 @@ def test_false_estimates_cost_other_sources_no_trust(clock):
     while engine.num_steps < 200:
         engine.step()
     [acceptance] = engine.speculator.acceptance.every
-    trust = {name: account.trust.value for name, account in acceptance.accounts.items()}
+    trust = {name: account.trust for name, account in acceptance.accounts.items()}
     assert trust["bad"] < 0.05 and trust["lookup"] > 0.3
 
 

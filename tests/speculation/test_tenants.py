@@ -208,5 +208,5 @@ def test_running_requests_use_the_new_statistics_after_a_reset(target, clock, te
     engine.step()
     engine.speculator.reset()
     [own] = [source for source in engine.speculator.sources if source.name == "ngram"]
-    used = {name: source for source, name, _ in engine.speculator.served[id].sources}
+    used = {name: source for source, name, _ in engine.speculator.served[id].estimating}
     assert used["ngram"] is own.serving(id)

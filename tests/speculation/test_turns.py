@@ -3,7 +3,7 @@
 import pytest
 
 from specserve.speculation.constants import AT_FIRST, EXPLORATION, MOST_LOST
-from specserve.speculation.planner import SourceAccount
+from tests.speculation.oracle_accounts import SourceAccount
 
 
 def due(account, id, saved):

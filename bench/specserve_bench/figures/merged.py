@@ -10,12 +10,10 @@ import numpy as np
 from specserve import LLM
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
 from specserve.speculation.costs import StepCosts, columns_of
-from specserve.speculation.planner import AcceptanceStats, SourceAccount
 from specserve_bench.local import Local, reset_learned
 from specserve_bench.report import markdown_table, ratio_words
 from specserve_bench.results import Load, ratio
 from specserve_bench.workloads import Workload, workload
-from specserve_drafters.tenants import PerTenant
 
 LIMIT = 16  # maximum draft tokens per step
 # The other drafters: the draft model with its own n-grams, also as deep as the tree.
@@ -26,6 +24,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 PRICES = (0.15, 0.07, 0.04, 0.02, 0.01)  # cost of a draft token, as a share of a step
 NAMES = ("mixed", "agent")
 ROUNDS, REQUESTS = 7, 16
+EVERY_TURN = 100.0  # share of time that trials may lose: they are due in every step
 
 
 class TreeMeans(NamedTuple):
@@ -64,19 +63,6 @@ class RowCosts(StepCosts):
         attended: float | None = None,
     ) -> None:
         pass
-
-
-class EveryTurn(SourceAccount):
-    """A rule that drafts in every step, whatever it costs."""
-
-    @property
-    def is_exploring(self) -> bool:
-        return True
-
-
-class AskedAlways(AcceptanceStats):
-    def account(self, name: str) -> SourceAccount:
-        return self.accounts.setdefault(name, EveryTurn())
 
 
 def measure() -> dict[str, Any]:
@@ -133,10 +119,10 @@ def one_round(llm: LLM, asked: Workload, price: float = 0.0) -> TreeMeans:
     reset_learned(llm.engine)
     speculator = llm.engine.speculator
     if isinstance(speculator, AdaptiveSpeculator) and speculator.draft_model is not None:
+        speculator.learn_anew(exploration=EVERY_TURN)
         speculator.planner.costs, model = RowCosts(price), speculator.draft_model
         # Levels of the draft model cost nothing here, so all of them run.
         model.costs = model.first_costs = RowCosts(0.0, base=0.0)
-        speculator.acceptance, speculator.asks_always = PerTenant(AskedAlways), True
     told = Local(llm, is_warm=True).run(asked, Load(concurrency=1)).speculation
     assert told is not None and told.steps, "an engine of this process tells of its steps"
     return TreeMeans(told.drafted / told.steps, told.tokens / told.steps)

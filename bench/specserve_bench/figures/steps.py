@@ -28,7 +28,8 @@ from specserve_drafters.candidates import TREE_SLOTS
 from specserve_kernels import load
 
 WARM_UP = 20  # steps of a size before the rounds: the number of threads is chosen meanwhile
-MAX_ROWS, BLOCK_SIZE = 64, 16
+MAX_ROWS = 64
+BLOCK_SIZE = 64  # tokens; the default on CPUs
 SIZES = (
     StepSize("1 row at 512", (512,), 1),
     *(StepSize(f"{n} rows at 512", (512,), n) for n in (4, 8, 16, 32, MAX_ROWS)),
@@ -106,10 +107,7 @@ def make_engine(
     model: LoadedModel, name: str, max_len: int, num_tokens: int, settings: Mapping[str, Any]
 ) -> Engine:
     """An engine with KV for so many tokens, and with the threads that fit the model."""
-    memory = {
-        "memory.kv_bytes": num_tokens * kv_token_bytes(model.config),
-        "memory.block_size": BLOCK_SIZE,
-    }
+    memory = {"memory.kv_bytes": num_tokens * kv_token_bytes(model.config)}
     config = load_config(None, {**memory, **settings})
     engine = assemble(config, Models(model), max_len)
     key = ModelKey(name, "cpu", "auto", "bf16", max_len)

@@ -11,8 +11,10 @@ from specserve.models.decoder import Decoder
 from specserve.models.eagle_head import EagleHead
 from specserve.scheduling import Scheduler
 from specserve.scheduling.scheduler import StepBudget
-from specserve_bench.figures.steps import BLOCK_SIZE, plain_sampling
+from specserve_bench.figures.steps import plain_sampling
 from specserve_drafters import Draft
+
+BLOCK_SIZE = 16  # tokens; the default on GPUs
 
 
 def token_bytes(decoder: Decoder | EagleHead) -> int:
