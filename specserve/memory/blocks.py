@@ -572,9 +572,14 @@ class BlockTable:
 
     def match(self, token_ids: "array[int]", spare: int) -> None:
         """Extend the table by all blocks that the prefix cache finds, and by a copy of a part of
-        the next one, if its last block is full.
+        the next one. At most `spare` of these blocks may be cached, i.e. held by no table, or new.
+        """
+        self.match_part(token_ids, self.match_blocks(token_ids, spare))
 
-        At most `spare` of these blocks may be cached, i.e. held by no table, or new. Tables with a
+    def match_blocks(self, token_ids: "array[int]", spare: int) -> int:
+        """Extend the table by all blocks that the prefix cache finds, if its last block is full.
+
+        At most `spare` of these blocks may be cached; return how many more may be. Tables with a
         recurrent state use `match_checkpoint` instead.
         """
         assert self.state.size == 0, "the state of a prefix is missing"
@@ -582,26 +587,30 @@ class BlockTable:
             self.epoch = self.pool.num_resets
         place = len(self.blocks)
         if place * self.block_size != self.num_computed:
-            return
+            return spare
         for block in self.find(token_ids):
-            spare -= self.pool.counts[block] == 0
-            if spare < 0:
+            is_cached = self.pool.counts[block] == 0
+            if is_cached and spare <= 0:
                 break
+            spare -= is_cached
             self.pool.hold(block)
             self.blocks.append(block)
         if len(self.blocks) > place:
             self.num_published = len(self.blocks)
             self.num_computed = self.num_published * self.block_size
-        if spare > 0 and self.hasher is not None:
-            self.match_part(token_ids, self.hasher)
+        return spare
 
-    def match_part(self, token_ids: "array[int]", hasher: BlockHasher) -> None:
+    def match_part(self, token_ids: "array[int]", spare: int) -> None:
         """Extend the table by a new block with the first tokens of a cached one, which the next
-        launch copies. The last equal token is left out, because the KV of a draft head depends on
-        the next token, too.
+        launch copies, if its last block is full and a block may be taken.
+
+        The last equal token is left out, because the KV of a draft head depends on the next token,
+        too. A table that ends within a block finds and loads no more blocks, so do these first.
         """
         begin = self.num_computed
-        parent = hasher.parent(token_ids, len(self.blocks))
+        if spare <= 0 or self.hasher is None or len(self.blocks) * self.block_size != begin:
+            return
+        parent = self.hasher.parent(token_ids, len(self.blocks))
         next_tokens = token_ids[begin : begin + self.block_size]
         source, num_equal = self.pool.tokens.find(parent, next_tokens, self.pool.counts)
         size = num_equal - 1

@@ -213,7 +213,9 @@ class Request(msgspec.Struct, eq=False):
         match(self.table, self.token_ids, self.table.pool.num_available)
 
     def find_draft_prefix(self, max_blocks: int) -> None:
-        """Use draft KV of the leader or the cache, at most `max_blocks` blocks without an owner."""
+        """Use draft KV of the leader or the cache, at most `max_blocks` blocks without an owner.
+        Parts of blocks are left out.
+        """
         table, leader = self.draft_table, self.leader
         if size := table.state.size:  # a draft state has one owner, as `fork_followers` says
             if table.num_computed == 0 and max_blocks > size:
@@ -226,7 +228,7 @@ class Request(msgspec.Struct, eq=False):
         if leader is not None and is_there and not table.blocks:
             table.fork(leader.draft_table, shared)
         else:
-            table.match(self.token_ids, max_blocks)
+            table.match_blocks(self.token_ids, max_blocks)
 
     def fork_followers(self) -> "list[Request]":
         """Share the computed prompt with the followers, and return them. The last prompt token is

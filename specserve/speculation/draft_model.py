@@ -73,6 +73,8 @@ class DraftModel(ModelExecutor):
         for request in sorted(requests, key=lambda r: r.draft_gap):
             if self.waits(request) or self.is_loading(request) or self.is_shared(request, ahead):
                 continue
+            if request.draft_gap > self.usual_lag and request.draft_table.state.size == 0:
+                request.draft_table.match_part(request.token_ids, self.spare)
             group = self.known_rows(request, rows)
             if group is None:
                 continue

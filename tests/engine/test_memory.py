@@ -807,8 +807,13 @@ def test_choices_share_draft_kv_of_the_prompt_and_no_more(target, prefix_cache):
     assert catching_up <= 101 + 5 * 32 + (0 if prefix_cache else 101 + 5 * 20)
 
 
-def test_requests_that_begin_alike_run_the_draft_model_once(pair):
+@pytest.mark.parametrize("has_part", [False, True])
+def test_requests_that_begin_alike_run_the_draft_model_once(pair, has_part):
+    """Also if each could copy a part of a block that an earlier request left."""
     engine = engine_for(*pair, "model", max_nodes=4, max_step_nodes=64)
+    if has_part:
+        size = engine.draft_model.runner.kv.block_size
+        answer(engine, [*PROMPT[: size // 2], *[7] * size], sampling(8))
     answer(engine, PROMPT, sampling(1))  # the target's KV is there, the draft's is not
     counts = row_counts(engine.draft_model.runner)
     for i in range(5):

@@ -143,6 +143,19 @@ def test_draft_kv_is_loaded_as_well(pair):
     assert loaded > len(prompt_of(0)) // 16
 
 
+def test_draft_kv_is_loaded_although_a_part_of_a_block_could_be_copied(pair):
+    prompt = prompt_of(0)
+    engine = tiered(*pair, "model", options={"min_gain": 0.0, "min_value": 0.0})
+    (first,), _ = run(engine, [(prompt, sampling(12))])
+    evict(engine)
+    size = engine.draft_model.runner.kv.block_size
+    run(engine, [(prompt[: size // 2] + prompt_of(1), sampling(12))])
+    rows = engine.draft_model.num_rows
+    (again,), _ = run(engine, [(prompt, sampling(12))])
+    assert [o.tokens for o in again] == [o.tokens for o in first]
+    assert engine.draft_model.num_rows - rows < len(prompt), "the draft model computes it again"
+
+
 def test_other_streams_run_while_blocks_are_loaded(pair):
     engine = tiered(pair[0], kv_bytes=60 * BLOCK)
     run(engine, [(prompt_of(0, 180), sampling(2))])
