@@ -176,6 +176,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "open-loop caption": partial(figure_caption, "open-loop"),
     "versions-structure": partial(figure_table, "versions", "versions-structure"),
     "versions-structure caption": partial(figure_caption, "versions-structure"),
+    "recurrent-x86-64-v3": partial(figure_table, "recurrent", "recurrent-x86-64-v3"),
+    "recurrent-x86-64-v3 caption": partial(figure_caption, "recurrent-x86-64-v3"),
     "peers-gguf": lambda: gguf_table(gguf_results()),
     "peers-gguf caption": lambda: gguf_caption(gguf_results()),
     f"{GPU} caption": gpu_caption,
