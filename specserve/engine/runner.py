@@ -48,7 +48,7 @@ from specserve_kernels import (
 from specserve_kernels.ops import Outputs
 
 Processor = Callable[[Tensor], Tensor]
-Result = TypeVar("Result")
+Returned = TypeVar("Returned")
 
 
 class Draws(NamedTuple):
@@ -559,7 +559,7 @@ class Runner:
             self.update(step.updates)
         return self.on_threads(step.num_rows, partial(self.compute, step, residual))
 
-    def on_threads(self, rows: int, run: Callable[[], Result]) -> Result:
+    def on_threads(self, rows: int, run: Callable[[], Returned]) -> Returned:
         """Run a forward of so many rows on the number of threads that is best for them."""
         if self.threads is None:
             return run()
