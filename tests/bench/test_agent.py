@@ -130,4 +130,5 @@ def test_a_caption_names_models_file_and_drafters():
     result = measured(Answering("one", []))
     about = {"one": Subject(model="a/b.gguf", drafter="auto"), "two": Subject(model="a/b.gguf")}
     words = agent.caption({"r.json": msgspec.structs.replace(result, subjects=about)})
+    words = " ".join(words.split())
     assert words.startswith("- b was measured") and "(`r.json`). Drafters: one: auto." in words
