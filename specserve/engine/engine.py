@@ -257,7 +257,7 @@ class Engine:
         if request.num_output == 0:
             request.begin_output(self.stats)
         request.extend(path.tokens)
-        self.scheduler.publish(item, path.nodes, reason is not None)
+        self.scheduler.publish(item, path.nodes)
         if request.followers:
             self.scheduler.share_prompt(request)
         self.stats.num_fallbacks += is_fallback
@@ -351,7 +351,15 @@ class Engine:
                 speculator.begin(request)
 
     def finish(self, id: int) -> None:
-        """End a running or waiting request and release its blocks; no effect if it has ended."""
+        """End a running or waiting request and keep its KV in the prefix cache; no effect if it
+        has ended.
+        """
+        if id in self.requests:
+            self.requests[id].publish_end()
+        self.end(id)
+
+    def end(self, id: int) -> None:
+        """Release the blocks of a request that ends, which may have failed."""
         request = self.requests.pop(id, None)
         if request is None:
             return
@@ -362,7 +370,7 @@ class Engine:
         if self.speculator is not None:
             self.speculator.forget(id)
         for other in () if request.beams is None else request.beams.requests:
-            self.finish(other.id)
+            self.end(other.id)
         assert not self.is_idle or self.pool.is_whole, "no request is left, but blocks are in use"
 
     def give_up(self, scheduled: list[ScheduledRequest], error: Exception) -> list[StepOutput]:
@@ -401,7 +409,7 @@ class Engine:
 
     def fail(self, request: Request, failure: str, blamed: str = "") -> StepOutput:
         """End a request that cannot continue; `blamed` is the parameter that causes it, if any."""
-        self.finish(request.id)
+        self.end(request.id)
         at = request.admitted_at
         return StepOutput(request.id, [], "error", False, 0, 0, at, failure=failure, blamed=blamed)
 

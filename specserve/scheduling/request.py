@@ -262,7 +262,7 @@ class Request(msgspec.Struct, eq=False):
             self.draft_table.publish(self.token_ids)
 
     def publish_end(self) -> None:
-        """Let other requests find the KV after the last full block, too: this one has ended."""
+        """Let requests find the KV after the last full block, too. Call it before `release`."""
         self.table.publish_end(self.token_ids)
         self.draft_table.publish_end(self.token_ids)
 

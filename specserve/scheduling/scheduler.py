@@ -320,6 +320,7 @@ class Scheduler:
         self.waiting = Queue()
         self.running: list[Request] = []
         self.num_preempted = 0
+        self.has_head = False  # the target has a draft head
         self.num_plans = 0  # rotates the remainders of shared rows
         self.catch_up_rows = 0  # most rows of the draft model in this step, see `max_catch_up`
         self.draft_rows = 0  # most draft tokens in this step
@@ -746,6 +747,8 @@ class Scheduler:
         """
         is_waiting = request.num_uncomputed == 0
         self.running.remove(request)
+        if not self.has_head:  # the head drops its rows of the last block
+            request.publish_end()
         request.release()
         if not is_waiting:
             self.add(request)
@@ -802,14 +805,11 @@ class Scheduler:
                 begin_snapshot(table, tokens, chunk.end, self.num_spare)
         return chunks
 
-    def publish(self, item: ScheduledRequest, nodes: Sequence[int], has_ended: bool) -> None:
-        """Publish a request's full blocks after its tokens were appended, and its last block if the
-        text has ended. The next launch advances its recurrent state, if there is one, by the
-        accepted nodes.
+    def publish(self, item: ScheduledRequest, nodes: Sequence[int]) -> None:
+        """Publish a request's full blocks after its tokens were appended. The next launch advances
+        its recurrent state, if there is one, by the accepted nodes.
         """
         item.request.publish()
-        if has_ended:
-            item.request.publish_end()
         table = item.request.table
         if table.state.size == 0:
             return

@@ -147,6 +147,7 @@ class HeadModel(ModelExecutor):
     ) -> None:
         super().__init__(runner, scheduler)
         self.head, self.target = head, target
+        scheduler.has_head = True
         self.first_costs = StepCosts(scheduler.budget.max_batched_tokens)  # known tokens
         words = aux_layer_words(head.aux_layer_ids, target.decoder.config.num_layers)
         self.watch: AuxLayerWatch | None = AuxLayerWatch(words)
