@@ -59,6 +59,17 @@ def test_what_native_code_lacks_names_the_implementation_that_may_have_it(tmp_pa
     assert remedy not in str(e.value)
 
 
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "bamba", "falcon_h1", "nemotron_h"])
+def test_recurrent_layers_of_native_families_name_the_setting_to_remove(family, tmp_path):
+    source = open_source(tiny_checkpoint(tmp_path, family))
+    with pytest.raises(ConfigError) as e:
+        source.shape("transformers")
+    assert str(e.value) == (
+        "model.implementation = transformers: layers with a recurrent state run in native code "
+        "only. Remove this setting"
+    )
+
+
 OLMO = {"architectures": ["OlmoForCausalLM"], "model_type": "olmo"}
 REFUSED = {  # changes of olmo's config.json, words of the complaint
     "code of its own": (
