@@ -242,7 +242,7 @@ class BlockPool:
         self.checkpoints: dict[bytes, list[int]] = {}  # by key
         self.checkpoint_of: dict[int, bytes] = {}  # by block
         self.parts: dict[bytes, int] = {}  # blocks of checkpoints by their keys in tiers, if any
-        self.num_held: Counter[str] = Counter()  # by owner
+        self.num_held = Counter(target=0, draft=0)  # by owner
         self.num_resets = 0
         self.num_checkpoint_hits = 0  # lookups that found a checkpoint
 
@@ -494,7 +494,8 @@ class BlockTable:
         new = max(0, -(-num_slots // self.block_size) - len(self.blocks))
         if num_slots <= self.num_computed:
             return new
-        return new + self.is_copy_due + self.num_state_due
+        new += self.is_copy_due
+        return new + self.num_state_due if self.state.size else new
 
     def try_reserve(self, num_slots: int) -> bool:
         """Hold blocks for `num_slots` slots. Return False and change nothing if too few blocks are
