@@ -227,22 +227,29 @@ template <class Source> struct IntegerMultiplier {
   }
 
   void multiply(Range panels, const char* next) {
-    for (int64_t p = panels.begin; p < panels.end; p++) multiply_panel(p, panel(panels.end), next);
+    for (int64_t p = panels.begin; p < panels.end; p++) multiply_panel(p, panels.end, next);
   }
-  void multiply_panel(int64_t p, const char* behind, const char* next) {
+  void multiply_panel(int64_t p, int64_t panels_end, const char* next) {
     alignas(64) float totals[MAX_BLOCK * COLUMNS];
-    IntegerPart part = part_of(p, behind, next, totals);
+    IntegerPart part = part_of(p, panel(panels_end), next, totals);
     Words words = decodes(slab) ? decode(part, shape.words()) : shape.words();
-    for (int64_t b = 0; b < num_blocks(slab); b++) {
+    int64_t blocks = num_blocks(slab);
+    if (blocks > 1) part.next = p + 1 < panels_end ? panel(p + 1) : next;
+    for (int64_t b = 0; b < blocks; b++) {
       Range of = block(slab, b);
+      if (blocks > 1) part.spread = lines_of(part.group_bytes, b, blocks);
       part.num_rows = of.end - of.begin;
       part.codes_bytes = part.num_rows * shape.padded();
       part.codes = codes_of(of);
       part.groups = groups_of(of);
       multiply_block(part, words, part.num_rows, uses_tiles(slab.end - slab.begin));
-      part.next = nullptr;
       finish<Source>(a, totals, p, of);
     }
+  }
+  // The cache lines of a group that one of several blocks prefetches.
+  static Range lines_of(int64_t bytes, int64_t b, int64_t blocks) {
+    int64_t lines = divide_up(bytes, 64);
+    return {lines * b / blocks * 64, lines * (b + 1) / blocks * 64};
   }
   // Tiles multiply unsigned codes. The results are those of vectors.
   static bool uses_tiles([[maybe_unused]] int64_t rows) {
@@ -263,7 +270,6 @@ template <class Source> struct IntegerMultiplier {
     char* to = word_memory.at_least(num_groups * part.decoded_bytes);
     Path::decode(part, words, to);
     part.decoded = to;
-    part.next = nullptr;
     return words == NIBBLES ? DECODED : BYTES;
   }
   IntegerPart part_of(int64_t p, const char* behind, const char* next, float* totals) const {

@@ -25,6 +25,7 @@
 #include "gemm.h"
 #include "numbers.h"
 #include "row_codes.h"
+#include "team.h"
 
 constexpr int64_t QUAD = 4;  // values per word of a row
 
@@ -81,6 +82,7 @@ struct IntegerPart {
   const char* behind;    // end of the panels that are multiplied now
   const char* next;      // the panels after them; null: nothing is prefetched
   float* totals;         // [rows][32]
+  Range spread{0, 0};    // bytes of each group of `next` to prefetch; empty: see IntegerVectors
 
   int64_t num_groups = shape.num_groups, quads = shape.quads;
   int64_t code_bytes = shape.code_bytes(), border_bytes = shape.border_bytes();
@@ -193,11 +195,19 @@ struct IntegerVectors {
     }
   }
   // Prefetch what follows a group at a distance, into L2: L1 has buffers for fewer misses. Every
-  // group prefetches a part of the border, because a burst of misses stalls. Inlined, because GCC
-  // drops calls of a function that only prefetches.
+  // group prefetches a part of the border, because a burst of misses stalls. Several blocks of rows
+  // prefetch a part of the next panel each, because the first one would wait for memory. Inlined,
+  // because GCC drops calls of a function that only prefetches.
   static INLINE void prefetch(const IntegerPart& part, const GroupPlace& at) {
     if (!part.next) return;
-    const char* from = at.border + at.index * part.group_bytes + AHEAD;
+    const char* from = at.border + at.index * part.group_bytes;
+    if (part.spread.end > 0) {
+      from += part.next - part.panel;
+      for (int64_t byte = part.spread.begin; byte < part.spread.end; byte += 64)
+        __builtin_prefetch(from + byte, 0, 2);
+      return;
+    }
+    from += AHEAD;
     if (from >= part.behind) from = part.next + (from - part.behind);
 #pragma GCC unroll 10
     for (int64_t byte = 0; byte < part.group_bytes; byte += 64)
