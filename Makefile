@@ -26,7 +26,7 @@ DIST := dist
 # Two workers, each with whole files in the order of tests/conftest.py; only tests of times rerun.
 ON_TWO := -n 2 --dist loadfile --no-loadscope-reorder -p no:rerunfailures
 
-.PHONY: setup test promises timed thorough check browser pictures equivalence equivalence-tools real real-quick real-models agents lint docs reference dist \
+.PHONY: setup test promises everyday timed thorough check browser pictures equivalence equivalence-tools real real-quick real-models agents lint docs reference dist \
 	serve generate bench soak gpu-check gpu-wheels
 
 setup: $(COMPILED)
@@ -51,6 +51,10 @@ test: setup
 # The part of what `thorough` adds that CI runs: texts of all families and drafters, restarts, refusals, ...
 promises: setup
 	$(PY) -m pytest -m "ci and not slow and not timed" $(ON_TWO)
+
+# Both in one run, for CI: each run imports, collects and waits for its last file.
+everyday: setup
+	$(PY) -m pytest -m "(ci or not thorough) and not slow and not timed and not real" $(ON_TWO)
 
 # Tests of times, alone on the machine.
 timed: setup

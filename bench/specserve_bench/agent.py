@@ -11,6 +11,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from time import perf_counter
 
 import msgspec
@@ -20,7 +21,7 @@ from specserve.server.keys import read_keys
 from specserve_bench import arguments, suite
 from specserve_bench.arguments import Once, at_least_1, listed, natural, number
 from specserve_bench.hosted import Heard, Hosted, finished, read
-from specserve_bench.machine import add_allow_dirty
+from specserve_bench.machine import add_allow_dirty, measured
 from specserve_bench.report import markdown_table
 from specserve_bench.results import Load, Result, Round, Run, middle, spread
 from specserve_bench.workloads import Ask, Message, says
@@ -37,7 +38,13 @@ session, on the machine's own load: start all of them first, with prefix caching
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument("urls", nargs="+", metavar="URL", help="servers; the first one is compared with")
+    p.add_argument(
+        "servers",
+        nargs="+",
+        type=named_url,
+        metavar="[NAME=]URL",
+        help="servers; the first one is compared with; NAME is the server's in the table",
+    )
     p.add_argument(
         "--api-key-file", type=Path, metavar="FILE", help="file with the API key of the server"
     )
@@ -60,10 +67,13 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    if args.api_key_file and len(args.urls) != 1:
+    servers: dict[str, str] = dict(args.servers)
+    if len(servers) < len(set(args.servers)):
+        raise ConfigError("two servers have the same name. Give each its own.")
+    if args.api_key_file and len(servers) != 1:
         raise ConfigError("--api-key-file: a key is for one server. Name exactly one URL.")
     key = None if args.api_key_file is None else read_keys(args.api_key_file)[0]
-    contenders = [suite.hosted(url, url, key, args.model) for url in dict.fromkeys(args.urls)]
+    contenders = [suite.hosted(name, url, key, args.model) for name, url in servers.items()]
     result = measure(contenders, args)
     print(table(result))
     if args.out is not None:
@@ -72,6 +82,12 @@ def main(args: argparse.Namespace) -> int:
     for words in dict.fromkeys(failures):
         print(f"error: {words}", file=sys.stderr)
     return int(bool(failures))
+
+
+def named_url(words: str) -> tuple[str, str]:
+    """A server's name and URL; the URL is the name unless one comes before it."""
+    name, equals, url = words.partition("=")
+    return (name, url) if equals and name and "/" not in name else (words, words)
 
 
 class Session:
@@ -205,6 +221,26 @@ def table(result: Result) -> str:
             ]
         )
     return markdown_table(head, rows)
+
+
+def caption(results: Mapping[str, Result]) -> str:
+    """An item for each result: its models, machine and commit. `results` are by their files."""
+    lines = []
+    for file, result in results.items():
+        drafters = [f"{n}: {a.drafter}" for n, a in result.subjects.items() if a.drafter]
+        words = f"- {models(result)} was {measured(result.machine)} (`{file}`)."
+        words += f" Drafters: {', '.join(drafters)}." if drafters else ""
+        lines.append(fill(words, 100, subsequent_indent="  ", break_long_words=False))
+    return "\n".join(lines)
+
+
+def tables(results: Mapping[str, Result]) -> str:
+    """A table for each result, below its models."""
+    return "\n\n".join(f"{models(result)}:\n\n{table(result)}" for result in results.values())
+
+
+def models(result: Result) -> str:
+    return ", ".join(dict.fromkeys(Path(about.model).stem for about in result.subjects.values()))
 
 
 def words(value: float | None) -> str:

@@ -14,9 +14,12 @@ from specserve.config import Config
 from specserve.engine.pool_plan import size_words
 from specserve.engine.runner import Runner, build_step_input
 from specserve.errors import ConfigError
+from specserve.memory.arena import KVLayout, used_bytes
 from specserve.memory.blocks import BlockPool, BlockTable
-from specserve.models.decoder import LoadedModel
-from specserve.models.decoder_config import Shape
+from specserve.models.decoder import Decoder, LoadedModel
+from specserve.models.layouts import kv_layouts
+from specserve.models.reader import KV_DTYPES
+from specserve.models.shard import WHOLE
 from specserve_bench.arguments import at_least_1
 from specserve_bench.bound import Bound, Cost, Rates, StepSize, cost, kv_token_bytes
 from specserve_bench.figures.steps import chain, typical
@@ -109,7 +112,8 @@ def report(llm: LLM, rounds: int) -> Iterator[tuple[str, str]]:
         yield "compute", f"{rates.multiply / 1e12:.2f} TFLOP/s"
     else:
         yield "memory", "not measured on a GPU" if is_gpu else NO_COMPILER
-    yield "KV", kv_words(shape, None if llm.engine.head is None else llm.engine.head.runner)
+    head = None if llm.engine.head is None else llm.engine.head.runner
+    yield "KV", kv_words(config, target, head)
     if target.arena.state_size:
         yield "state", state_words(config, target.arena.state_size, llm.engine.pool)
     rows = ChainSteps(target, llm.engine.pool)
@@ -127,11 +131,22 @@ def report(llm: LLM, rounds: int) -> Iterator[tuple[str, str]]:
         yield "to change", line
 
 
-def kv_words(target: Shape, head: Runner | None) -> str:
+def kv_words(config: Config, target: Runner, head: Runner | None) -> str:
     """Words about KV bytes in the target's blocks, which hold the head's KV too."""
-    of_head = 0 if head is None else kv_token_bytes(head.decoder.config)
-    words = f"{(kv_token_bytes(target) + of_head) / 1024:.1f} KiB per token of context"
+    dtype, size = KV_DTYPES.get(config.memory.kv_dtype), target.kv.block_size
+    number, of_head = (
+        0 if runner is None else used_bytes(whole_layouts(runner.decoder, dtype), size) / size
+        for runner in (target, head)
+    )
+    words = f"{(number + of_head) / 1024:.1f} KiB per token of context"
     return f"{words}, {of_head / 1024:.1f} of them the head's" if of_head else words
+
+
+def whole_layouts(model: LoadedModel, dtype: torch.dtype | None) -> tuple[KVLayout, ...]:
+    """The layouts of a model's KV in all ranks. Without `dtype`, KV has the model's dtype."""
+    if isinstance(model, Decoder):
+        return kv_layouts(model.config, WHOLE, dtype or model.dtype)
+    return model.kv_layouts(dtype)
 
 
 def state_words(config: Config, size: int, pool: BlockPool) -> str:

@@ -15,13 +15,14 @@ from textwrap import fill
 from typing import Any
 
 import specserve  # noqa: F401, first: it configures the process before torch loads
+from specserve_bench import agent
 from specserve_bench.figures import __main__ as figures
 from specserve_bench.figures import open_loop, speculation
 from specserve_bench.machine import NO_GIT, commit_words, measured
 from specserve_bench.peers import table as peers_table
 from specserve_bench.peers.gguf_table import gguf_caption, gguf_table
 from specserve_bench.report import markdown, markdown_table
-from specserve_bench.results import read
+from specserve_bench.results import Result, read
 
 TYPED = ("speculation", "open-loop")  # results with types of their own
 GPU = "gpu"
@@ -165,6 +166,10 @@ def gguf_results() -> dict[str, Any]:
     return {str(file): json.loads(file.read_bytes()) for file in files}
 
 
+def agent_results() -> dict[str, Result]:
+    return {str(file): read(file) for file in sorted(figures.RESULTS.glob("agent-*.json"))}
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "peers summary": summary,
     "peers summary caption": summary_caption,
@@ -176,8 +181,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "open-loop caption": partial(figure_caption, "open-loop"),
     "versions-structure": partial(figure_table, "versions", "versions-structure"),
     "versions-structure caption": partial(figure_caption, "versions-structure"),
+    "recurrent-x86-64-v3": partial(figure_table, "recurrent", "recurrent-x86-64-v3"),
+    "recurrent-x86-64-v3 caption": partial(figure_caption, "recurrent-x86-64-v3"),
     "peers-gguf": lambda: gguf_table(gguf_results()),
     "peers-gguf caption": lambda: gguf_caption(gguf_results()),
+    "agent": lambda: agent.tables(agent_results()),
+    "agent caption": lambda: agent.caption(agent_results()),
     f"{GPU} caption": gpu_caption,
 }
 for _name in ("peers", "peers-w4", "peers-w8"):

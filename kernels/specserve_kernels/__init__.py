@@ -6,7 +6,7 @@ import torch
 
 from specserve_kernels.codes import Codes
 from specserve_kernels.errors import DeviceError, is_out_of_memory
-from specserve_kernels.ops import HostMemory, ModelForward, Ops, Outputs, Program
+from specserve_kernels.ops import HostMemory, ModelForward, Ops, Outputs, Program, run_tensors
 from specserve_kernels.ranks import Gathering, RankLost, Ranks
 from specserve_kernels.states import (
     DeltaParams,
@@ -32,8 +32,11 @@ from specserve_kernels.types import (
     Rotary,
     Rows,
     SampleParams,
+    StepColumns,
     Threads,
     Window,
+    all_rows,
+    tensor_of,
 )
 
 __all__ = [
@@ -66,11 +69,15 @@ __all__ = [
     "SampleParams",
     "StateLayer",
     "StateRows",
+    "StepColumns",
     "Threads",
     "Window",
+    "all_rows",
     "is_out_of_memory",
     "load",
     "reserve",
+    "run_tensors",
+    "tensor_of",
 ]
 
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from specserve_kernels.codes import Codes
 from specserve_kernels.ranks import Gathering, Ranks
-from specserve_kernels.states import DeltaParams, MambaParams, Replays, StateLayer
+from specserve_kernels.states import DeltaParams, MambaParams, Replays, StateLayer, StateRows
 from specserve_kernels.types import (
     NO_WINDOW,
+    AdapterRows,
     KVCache,
     KVLayer,
     Logprobs,
@@ -20,8 +21,10 @@ from specserve_kernels.types import (
     Rotary,
     Rows,
     SampleParams,
+    StepColumns,
     Threads,
     Window,
+    tensor_of,
 )
 
 
@@ -93,6 +96,16 @@ class Program(Protocol):
         also       host tensors that later ops of the step take
         residual   [R, hidden]  the model's dtype  on the ops' device; replaces the embeddings
         """
+        ...
+
+    def run_columns(
+        self,
+        columns: StepColumns,
+        adapters: AdapterRows | None,
+        states: StateRows | None,
+        also: Sequence[Tensor] = (),
+    ) -> Outputs:
+        """Do the same as `run` for a step from token ids, whose tensors need not exist."""
         ...
 
     def logits(self, read: Tensor) -> Tensor:
@@ -348,6 +361,18 @@ class Ops(Protocol):
     ) -> tuple[Threads, str]: ...
 
 
+def run_tensors(
+    program: Program,
+    columns: StepColumns,
+    adapters: AdapterRows | None,
+    states: StateRows | None,
+    also: Sequence[Tensor],
+) -> Outputs:
+    """Run a step on tensors of its columns."""
+    token_ids, read = tensor_of(columns.token_ids), tensor_of(columns.read)
+    return program.run(columns.rows(adapters, states), token_ids, read, also)
+
+
 class EagerProgram:
     """Calls the forward in every run. It serves builds without recordings, and tests of other
     programs.
@@ -381,6 +406,15 @@ class EagerProgram:
         )
         logits = self.model.logits(self.residual, read) if len(read) else None
         return Outputs(self.residual, logits, aux_hidden_states, also)
+
+    def run_columns(
+        self,
+        columns: StepColumns,
+        adapters: AdapterRows | None,
+        states: StateRows | None,
+        also: Sequence[Tensor] = (),
+    ) -> Outputs:
+        return run_tensors(self, columns, adapters, states, also)
 
     def logits(self, read: Tensor) -> Tensor:
         assert self.residual is not None, "No step has run. Call run first."

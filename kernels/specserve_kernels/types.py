@@ -5,12 +5,14 @@
 Shapes: B requests, R rows, L layers, H and Hk query and KV heads, D head size, V vocabulary.
 """
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, islice
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -124,6 +126,51 @@ class Rows(NamedTuple):
     mask: Tensor
     adapters: AdapterRows | None = None
     states: StateRows | None = None
+
+
+class StepColumns(NamedTuple):
+    """The token ids of a step, its rows, and the rows whose logits are read; as Python arrays.
+
+    The arrays grow faster than NumPy's, and creating a tensor for each takes longer than to fill
+    it. `mask` is unsigned, because bit 63 is a node. The other fields have the dtypes of Rows;
+    `token_ids` and `read` are int64.
+    """
+
+    token_ids: "array[int]"
+    qo_indptr: "array[int]"
+    indptr: "array[int]"
+    indices: "array[int]"
+    last_page_len: "array[int]"
+    positions: "array[int]"
+    slots: "array[int]"
+    prefix: "array[int]"
+    mask: "array[int]"
+    read: "array[int]"
+
+    @classmethod
+    def empty(cls) -> "StepColumns":
+        return cls(
+            token_ids=array("q"),
+            qo_indptr=array("i", [0]),
+            indptr=array("i", [0]),
+            indices=array("i"),
+            last_page_len=array("i"),
+            positions=array("i"),
+            slots=array("q"),
+            prefix=array("i"),
+            mask=array("Q"),
+            read=array("q"),
+        )
+
+    def rows(self, adapters: AdapterRows | None, states: StateRows | None) -> Rows:
+        """Return the rows as tensors that share the arrays' memory."""
+        return Rows._make([*map(tensor_of, self[1:-1]), adapters, states])
+
+
+def tensor_of(column: "array[int]") -> Tensor:
+    """Return a host tensor that shares an array's memory."""
+    dtype = np.int32 if column.typecode == "i" else np.int64
+    return torch.from_numpy(np.frombuffer(column, dtype))
 
 
 @dataclass(slots=True, eq=False)
@@ -309,6 +356,12 @@ class SampleParams(NamedTuple):
         return SampleParams.of((column[rows] for column in self.columns), edits, masks)
 
 
+@cache
+def all_rows(n: int) -> Tensor:
+    """Return the numbers of n rows, int64. Do not modify them: they are cached."""
+    return torch.arange(n)
+
+
 class Logprobs(NamedTuple):
     """Logprobs of n tokens and of the k most probable tokens at the same positions; host tensors.
 
@@ -340,13 +393,19 @@ class Threads(Protocol):
         ...
 
 
+def set_threads(number: int) -> None:
+    """Set the number of torch's threads for this thread. To ask first takes less time."""
+    if torch.get_num_threads() != number:
+        torch.set_num_threads(number)
+
+
 class FixedThreads(NamedTuple):
     """The same number of threads for every step."""
 
     number: int
 
     def use(self, rows: int) -> None:
-        torch.set_num_threads(self.number)
+        set_threads(self.number)
 
     def observe(self, rows: int, seconds: float) -> None:
         pass

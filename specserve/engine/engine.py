@@ -138,7 +138,6 @@ class Engine:
                 return refused
             with self.target.ops.lock:  # engines on one device share the buffers of a forward
                 self.draft(scheduled)
-                scheduled.sort(key=lambda s: not s.draft.is_chain)  # rows with masks come last
                 sampled = [s for s in scheduled if s.is_sampled]
                 drafted_at = perf_counter()
                 step = self.build(scheduled, sampled)
@@ -150,16 +149,16 @@ class Engine:
                     drafted_at -= perf_counter()  # other requests' steps lack this time
                     give_logprobs(step.logprobs, self.target, scheduled, paths, answers)
                     drafted_at += perf_counter()
-                if any(s.request.sampling.pooling is not None for s in scheduled):
+                if len(sampled) < len(scheduled) and any(s.is_pooled for s in scheduled):
                     pool(scheduled, self.target)
         except Exception as e:
             return refused + self.give_up(scheduled, e)
         outputs = self.commit(scheduled, sampled, paths)
         self.stats.num_steps += 1
-        self.scheduler.timed(len(step.token_ids), perf_counter() - drafted_at)
+        self.scheduler.timed(step.num_rows, perf_counter() - drafted_at)
         self.stats.step_seconds += (seconds := perf_counter() - start)
         drafting = self.stats.draft_seconds - drafting
-        self.plain_steps.observe(self.scheduler.step, len(step.token_ids), seconds - drafting)
+        self.plain_steps.observe(self.scheduler.step, step.num_rows, seconds - drafting)
         return refused + outputs
 
     def admit(self) -> list[StepOutput]:
@@ -174,7 +173,7 @@ class Engine:
         return refused
 
     def draft(self, scheduled: list[ScheduledRequest]) -> None:
-        """Set the drafts of the step's roots."""
+        """Set the drafts of the step's roots, and sort the requests: rows with masks come last."""
         if self.speculator is None:
             return
         start = perf_counter()
@@ -182,6 +181,7 @@ class Engine:
         seconds = perf_counter() - start
         self.stats.draft_seconds += seconds
         self.scheduler.drafted(seconds)
+        scheduled.sort(key=lambda s: not s.draft.is_chain)
 
     def build(
         self, scheduled: list[ScheduledRequest], sampled: list[ScheduledRequest]
@@ -194,7 +194,7 @@ class Engine:
         """Run the step's forward; return the target's tokens after the rows that are read."""
         start = perf_counter()
         answers = self.target.collect(step, self.target.launch(step))
-        self.stats.num_rows += len(step.token_ids)
+        self.stats.num_rows += step.num_rows
         seconds = perf_counter() - start
         self.stats.verify_seconds += seconds
         if self.speculator is not None:
@@ -217,18 +217,19 @@ class Engine:
                     self.draft_model.keep(item.request, item.draft, path.nodes)
         if self.head is not None:
             self.head.see(scheduled, {s.request.id: p for s, p in zip(sampled, paths, strict=True)})
+        outputs = list[StepOutput]()
         for item in scheduled:
+            item.request.num_scored += len(item.scores)
             if not item.is_sampled:
                 item.request.publish()
-            item.request.num_scored += len(item.scores)
-        outputs = [prompt_output(s) for s in scheduled if s.scores and not s.is_sampled]
+                outputs += [prompt_output(item)] if item.scores else []
         learnt, speculator = [NO_COUNTS] * len(sampled), self.speculator
         learnt = learnt if speculator is None else speculator.learn(sampled, paths)
-        each = zip(sampled, paths, learnt, strict=True)
+        each = [*zip(sampled, paths, learnt, strict=True)]
+        outputs += [self.append(*one) for one in each if one[0].request.beams is None]
         # Beams come last: new ones copy states, which must not precede other requests' replays.
-        for item, path, counts in sorted(each, key=lambda one: one[0].request.beams is not None):
-            is_beam, append = item.request.beams is not None, self.append
-            outputs += self.search(item.request, path) if is_beam else [append(item, path, counts)]
+        for item, path, _ in each:
+            outputs += [] if item.request.beams is None else self.search(item.request, path)
         return outputs + [self.end_pooled(item) for item in scheduled if item.pooled]
 
     def search(self, request: Request, path: AcceptedPath) -> list[StepOutput]:
@@ -256,7 +257,7 @@ class Engine:
         if request.num_output == 0:
             request.begin_output(self.stats)
         request.extend(path.tokens)
-        self.scheduler.publish(item, path.nodes, reason is not None)
+        self.scheduler.publish(item, path.nodes)
         if request.followers:
             self.scheduler.share_prompt(request)
         self.stats.num_fallbacks += is_fallback
@@ -268,8 +269,7 @@ class Engine:
         else:
             request.table.trim()
             request.draft_table.trim()
-        kind = {"is_root": is_root, "is_fallback": is_fallback}
-        return token_output(item, path, counts, reason, **kind)
+        return token_output(item, path, counts, reason, is_root=is_root, is_fallback=is_fallback)
 
     def end_pooled(self, item: ScheduledRequest) -> StepOutput:
         """End a request whose prompt was pooled; it fails if its vector is not finite."""
@@ -351,7 +351,15 @@ class Engine:
                 speculator.begin(request)
 
     def finish(self, id: int) -> None:
-        """End a running or waiting request and release its blocks; no effect if it has ended."""
+        """End a running or waiting request and keep its KV in the prefix cache; no effect if it
+        has ended.
+        """
+        if id in self.requests:
+            self.requests[id].publish_end()
+        self.end(id)
+
+    def end(self, id: int) -> None:
+        """Release the blocks of a request that ends, which may have failed."""
         request = self.requests.pop(id, None)
         if request is None:
             return
@@ -362,7 +370,7 @@ class Engine:
         if self.speculator is not None:
             self.speculator.forget(id)
         for other in () if request.beams is None else request.beams.requests:
-            self.finish(other.id)
+            self.end(other.id)
         assert not self.is_idle or self.pool.is_whole, "no request is left, but blocks are in use"
 
     def give_up(self, scheduled: list[ScheduledRequest], error: Exception) -> list[StepOutput]:
@@ -401,7 +409,7 @@ class Engine:
 
     def fail(self, request: Request, failure: str, blamed: str = "") -> StepOutput:
         """End a request that cannot continue; `blamed` is the parameter that causes it, if any."""
-        self.finish(request.id)
+        self.end(request.id)
         at = request.admitted_at
         return StepOutput(request.id, [], "error", False, 0, 0, at, failure=failure, blamed=blamed)
 

@@ -102,8 +102,9 @@ class PoolPlan:
         fit = (self.num_blocks - self.state_size) * self.block_sizes[0] - TREE_SLOTS
         shorter = f"set scheduler.max_model_len to at most {fit}, or " if fit >= 2 else ""
         needed = self.per_request[0] * self.block_bytes
+        parts = ", its tree and its recurrent state" if self.state_size else " and its tree"
         raise ConfigError(
-            f"a request of {self.max_len} tokens and its tree need {needed} bytes of KV, and "
+            f"a request of {self.max_len} tokens{parts} need {needed} bytes of KV, and "
             f"memory allows {self.allowed}. To fix this, {shorter}raise memory.kv_bytes or "
             "memory.kv_fraction, or lower memory.block_size"
         )

@@ -42,7 +42,18 @@ from specserve.models.selection import resolve_model
 from specserve.models.shard import Shard
 from specserve.models.source import open_source
 from specserve.version import VERSION
-from specserve_kernels import Ops, Outputs, Program, RankLost, Ranks, Rows
+from specserve_kernels import (
+    AdapterRows,
+    Ops,
+    Outputs,
+    Program,
+    RankLost,
+    Ranks,
+    Rows,
+    StateRows,
+    StepColumns,
+    run_tensors,
+)
 from specserve_kernels.cpu.compiler import source_hash
 from specserve_kernels.ranks import SLOT, shared_memory
 from specserve_kernels.threads import numa_nodes, topology
@@ -438,6 +449,15 @@ class LeadingProgram:
         outputs = self.program.run(rows, token_ids, read, also)
         self.followers.check()
         return outputs
+
+    def run_columns(
+        self,
+        columns: StepColumns,
+        adapters: AdapterRows | None,
+        states: StateRows | None,
+        also: Sequence[Tensor] = (),
+    ) -> Outputs:
+        return run_tensors(self, columns, adapters, states, also)
 
     def logits(self, read: Tensor) -> Tensor:
         self.followers.send(Logits(bytearray(read.numpy().data)))

@@ -2,11 +2,10 @@
 
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cache, partial
 from itertools import accumulate
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from specserve.memory.arena import Arena
 from specserve.memory.blocks import BlockTable, KVUpdates, PendingUpdates
 from specserve.memory.states import StateReplay
 from specserve.models.decoder import LoadedModel
-from specserve.scheduling import ScheduledRequest
+from specserve.scheduling import Request, ScheduledRequest
 from specserve.scheduling.text_state import (
     NodeMask,
     TextState,
@@ -40,12 +39,16 @@ from specserve_kernels import (
     SampleParams,
     StateLayer,
     StateRows,
+    StepColumns,
     Threads,
+    all_rows,
     reserve,
+    tensor_of,
 )
 from specserve_kernels.ops import Outputs
 
 Processor = Callable[[Tensor], Tensor]
+Returned = TypeVar("Returned")
 
 
 class Draws(NamedTuple):
@@ -172,8 +175,8 @@ def plain_draws(
     samplings: Sequence[Sampling], lengths: Sequence[int], drafts: Sequence[Draft]
 ) -> Draws:
     """Return parameters without edits and masks."""
-    if all(s.temperature == 0 for s in samplings):
-        return greedy_draws(len(drafts) + sum(map(len, drafts)))
+    if all([s.temperature == 0 for s in samplings]):
+        return greedy_draws(len(drafts) + sum([len(draft.tokens) for draft in drafts]))
     places = [n + depth for n, d in zip(lengths, drafts, strict=True) for depth in d.depths()]
     each = [s for s, d in zip(samplings, drafts, strict=True) for _ in range(1 + len(d))]
     return Draws(
@@ -209,9 +212,7 @@ class StepInput(NamedTuple):
     """A step as plain arrays, which a recorded graph or a native program could also take.
 
     updates    done first, to any model's KV
-    token_ids  [R]  int64
-    qo_indptr .. mask     the fields of kernels' Rows, in its order and dtypes
-    read       [n]  int64  the rows whose logits are read, ascending
+    columns    token ids, rows, and the rows whose logits are read, ascending
     draws      sampling parameters of the token after each of these; None: only logits are needed
     logprobs   logprobs to return; None: none
     adapters   adapters of rows; None: no row has one
@@ -219,16 +220,7 @@ class StepInput(NamedTuple):
     """
 
     updates: KVUpdates
-    token_ids: NDArray[np.int64]
-    qo_indptr: NDArray[np.int32]
-    indptr: NDArray[np.int32]
-    indices: NDArray[np.int32]
-    last_page_len: NDArray[np.int32]
-    positions: NDArray[np.int32]
-    slots: NDArray[np.int64]
-    prefix: NDArray[np.int32]
-    mask: NDArray[np.int64]
-    read: NDArray[np.int64]
+    columns: StepColumns
     draws: Draws | None
     logprobs: AskedLogprobs | None = None
     adapters: AdapterRows | None = None
@@ -236,25 +228,11 @@ class StepInput(NamedTuple):
 
     def rows(self) -> Rows:
         """Return the rows as the ops take them; host tensors that share the arrays' memory."""
-        arrays = (torch.from_numpy(getattr(self, name)) for name in Rows._fields[:-2])
-        return Rows._make([*arrays, self.adapters, self.states])
+        return self.columns.rows(self.adapters, self.states)
 
-
-class StepColumns(NamedTuple):
-    """The arrays of a StepInput while they grow. They are Python arrays, which are faster than
-    NumPy for the few rows of most steps.
-    """
-
-    token_ids: "array[int]"
-    qo_indptr: "array[int]"
-    indptr: "array[int]"
-    indices: "array[int]"
-    last_page_len: "array[int]"
-    positions: "array[int]"
-    slots: "array[int]"
-    prefix: "array[int]"
-    mask: "array[int]"  # unsigned, because bit 63 is a node
-    read: "array[int]"
+    @property
+    def num_rows(self) -> int:
+        return len(self.columns.token_ids)
 
 
 def build_step_input(
@@ -271,20 +249,11 @@ def build_step_input(
     The pending updates are taken last, when errors are unlikely: from then on they are lost unless
     the step is launched.
     """
-    columns = empty_columns()
+    columns = StepColumns.empty()
     add_groups(columns, groups)
     return StepInput(
         updates=pending.take(),
-        token_ids=np.frombuffer(columns.token_ids, np.int64),
-        qo_indptr=np.frombuffer(columns.qo_indptr, np.int32),
-        indptr=np.frombuffer(columns.indptr, np.int32),
-        indices=np.frombuffer(columns.indices, np.int32),
-        last_page_len=np.frombuffer(columns.last_page_len, np.int32),
-        positions=np.frombuffer(columns.positions, np.int32),
-        slots=np.frombuffer(columns.slots, np.int64),
-        prefix=np.frombuffer(columns.prefix, np.int32),
-        mask=np.frombuffer(columns.mask, np.int64),
-        read=np.frombuffer(columns.read, np.int64),
+        columns=columns,
         draws=draws,
         logprobs=logprobs,
         adapters=adapter_rows(groups, num_slots) if num_slots else None,
@@ -303,6 +272,13 @@ def step_input_of(
     is in the step.
     """
     requests = [item.request for item in sampled]
+    if is_plain(scheduled, requests, num_slots):
+        columns = StepColumns.empty()
+        add_roots(columns, scheduled)
+        each = [item.draft for item in sampled]
+        lengths = [item.end for item in sampled]
+        draws = plain_draws([r.sampling for r in requests], lengths, each)
+        return StepInput(pending.take(), columns, draws)
     has_text = False
     for request in requests:
         # Do this here and not on arrival, because many prompts may arrive between two steps.
@@ -325,6 +301,39 @@ def step_input_of(
         num_kept += len(item.draft.tokens)
     groups = [rows_of(item) for item in scheduled]
     return build_step_input(groups, pending, draws, logprobs, num_slots)
+
+
+def is_plain(
+    scheduled: Sequence[ScheduledRequest], requests: Sequence[Request], num_slots: int
+) -> bool:
+    """Return whether a step has only roots, without draft tokens, logprobs and changes of logits.
+    `requests` are those that sample a token.
+    """
+    if num_slots or len(requests) < len(scheduled) or scheduled[0].request.table.state.size:
+        return False
+    # Lists: a generator's frame takes longer than the rest of a request.
+    if any([item.draft.tokens or item.end - item.start > 1 for item in scheduled]):
+        return False
+    return all([request.is_plain for request in requests])
+
+
+def add_roots(columns: StepColumns, roots: Sequence[ScheduledRequest]) -> None:
+    """Add a row for each request, its last known token, to empty columns."""
+    num, indices = len(roots), columns.indices
+    for item in roots:
+        table, start = item.request.table, item.start
+        block, offset = divmod(start, table.block_size)
+        indices.extend(table.blocks[: block + 1])
+        columns.indptr.append(len(indices))
+        columns.last_page_len.append(offset + 1)
+        columns.slots.append(indices[-1] * table.block_size + offset)
+    starts = [item.start for item in roots]
+    columns.token_ids.extend([item.request.token_ids[item.start] for item in roots])
+    columns.positions.extend(starts)
+    columns.prefix.extend([start + 1 for start in starts])
+    columns.mask.frombytes(bytes(columns.mask.itemsize * num))
+    columns.qo_indptr.extend(range(1, num + 1))
+    columns.read.extend(range(num))
 
 
 def asked_logprobs(
@@ -405,21 +414,6 @@ def snapshot_at(group: RowGroup) -> int:
     known = rows if group.num_known is None else group.num_known
     at = state.snapshot_end - group.start
     return at if state.snapshot and 0 < at <= known else 0
-
-
-def empty_columns() -> StepColumns:
-    return StepColumns(
-        token_ids=array("q"),
-        qo_indptr=array("i", [0]),
-        indptr=array("i", [0]),
-        indices=array("i"),
-        last_page_len=array("i"),
-        positions=array("i"),
-        slots=array("q"),
-        prefix=array("i"),
-        mask=array("Q"),
-        read=array("q"),
-    )
 
 
 def add_groups(columns: StepColumns, groups: Sequence[RowGroup]) -> None:
@@ -503,12 +497,12 @@ class TargetTokens:
         """Return whether the logits of all rows that were read are available."""
         return len(self.logits) > 0
 
-    def after(self, rows: list[int]) -> list[int]:
+    def after(self, rows: Sequence[int]) -> list[int]:
         """Return the tokens after some of the rows that are read; sample them now unless they
         exist.
         """
         if self.tokens is None and self.draws.is_fast and self.logits.numel() <= AT_ONCE:
-            every = torch.arange(len(self.logits))
+            every = all_rows(self.logits.shape[0])
             self.tokens = self.ops.sample(self.logits, every, self.draws.params()).tolist()
         if self.tokens is not None:
             return [self.tokens[row] for row in rows]
@@ -563,56 +557,57 @@ class Runner:
         """
         if step.updates:
             self.update(step.updates)
-        with self.using_threads(len(step.token_ids)):
-            return self.compute(step, residual)
+        return self.on_threads(step.num_rows, partial(self.compute, step, residual))
 
-    @contextmanager
-    def using_threads(self, rows: int) -> Iterator[None]:
-        """Use the threads for a forward of so many rows."""
+    def on_threads(self, rows: int, run: Callable[[], Returned]) -> Returned:
+        """Run a forward of so many rows on the number of threads that is best for them."""
         if self.threads is None:
-            yield
-            return
+            return run()
         start = perf_counter()
         self.threads.use(rows)
-        yield
+        result = run()
         self.threads.observe(rows, perf_counter() - start)
+        return result
 
     def compute(self, step: StepInput, residual: Tensor | None = None) -> Launched:
+        columns = step.columns
         if step.states is not None:
-            borders = torch.from_numpy(step.qo_indptr)
+            borders = tensor_of(columns.qo_indptr)
             reserve_kept(self.kv.states, self.program, step.states, borders)
-        token_ids, read = torch.from_numpy(step.token_ids), torch.from_numpy(step.read)
         if step.draws is not None and self.is_sliced(step, step.draws):
-            return self.compute_in_slices(step, token_ids, read, step.draws)
-        if not self.ops.samples_ahead or step.draws is None or len(read) == 0:
-            self.outputs = self.program.run(step.rows(), token_ids, read, residual=residual)
+            return self.compute_in_slices(step, step.draws)
+        if not self.ops.samples_ahead or step.draws is None or len(columns.read) == 0:
+            if residual is None:
+                self.outputs = self.program.run_columns(columns, step.adapters, step.states)
+            else:
+                given = tensor_of(columns.token_ids), tensor_of(columns.read)
+                self.outputs = self.program.run(step.rows(), *given, residual=residual)
             logits = self.outputs.logits
             return Launched(torch.empty(0, 0) if logits is None else logits, None)
-        each, params = torch.arange(len(read)), step.draws.params()
+        each, params = all_rows(len(columns.read)), step.draws.params()
         # Columns travel with the step's inputs. Lists and masks may not fit there.
         also: Sequence[Tensor] = [each, *params.columns] if params.is_plain else []
-        self.outputs = self.program.run(step.rows(), token_ids, read, also)
+        self.outputs = self.program.run_columns(columns, step.adapters, step.states, also)
         _, logits, _, also = self.outputs
         assert logits is not None, "rows were to be read"
         if also:
-            each, *columns = also
-            params = SampleParams.of(columns)
+            each, *own = also
+            params = SampleParams.of(own)
         return Launched(logits, self.ops.sample(logits, each, params))
 
     def is_sliced(self, step: StepInput, draws: Draws) -> bool:
         """Return whether tokens must be sampled slice by slice, because not all logits are kept."""
         is_scored = step.logprobs is not None and len(step.logprobs.rows) > 0
-        is_lost = len(step.read) > HEAD_ROWS or is_scored
+        is_lost = len(step.columns.read) > HEAD_ROWS or is_scored
         return bool(draws.processors) or (is_lost and not self.ops.samples_ahead)
 
-    def compute_in_slices(
-        self, step: StepInput, token_ids: Tensor, read: Tensor, draws: Draws
-    ) -> Launched:
+    def compute_in_slices(self, step: StepInput, draws: Draws) -> Launched:
         """Do the same as `compute`, with the logits of HEAD_ROWS rows at a time; sample all their
         tokens.
         """
         tokens, logprobs = [torch.empty(0, dtype=torch.int64)], []
-        asked = step.logprobs
+        asked, columns = step.logprobs, step.columns
+        token_ids, read = tensor_of(columns.token_ids), tensor_of(columns.read)
         self.outputs = self.program.run(step.rows(), token_ids, read[:HEAD_ROWS])
         logits = self.outputs.logits
         for first in range(0, len(read), HEAD_ROWS):

@@ -1,5 +1,6 @@
 """Messages between the HTTP process and the engine process: requests, outputs, states, frames."""
 
+import select
 import socket
 from array import array
 from collections.abc import Iterable, Iterator
@@ -76,10 +77,14 @@ class Link:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock, self.frames = sock, Frames()
+        self.arrivals = select.poll()
+        self.arrivals.register(sock, select.POLLIN)
 
     def receive(self, wait: bool) -> list[bytes]:
         """Return the frames that have arrived; `wait` waits for at least one."""
         got: list[bytes] = []
+        if not wait and not self.arrivals.poll(0):  # as usual: an exception would take longer
+            return got
         while True:
             try:
                 data = self.sock.recv(CHUNK, 0 if wait and not got else socket.MSG_DONTWAIT)

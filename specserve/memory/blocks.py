@@ -2,9 +2,9 @@
 
 import hashlib
 from array import array
+from bisect import bisect_left, insort
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -12,7 +12,7 @@ import msgspec
 from specserve.memory.states import NO_STATE, RequestState, StateReplay
 
 LEAST_PART = 8  # a smaller part of a block is not worth a copy
-MOST_COMPARED = 64  # blocks after the same block: a lookup compares the latest
+NO_BLOCK = array("i"), -1  # tokens, block
 Keys = dict[str, list[bytes]]  # keys of a prompt's full blocks, by name of the KV format
 
 
@@ -163,40 +163,47 @@ class PendingUpdates:
 
 
 class BlockTokens:
-    """Blocks with a key and their tokens, grouped by the key of the block before them.
+    """Blocks with a key and their tokens, sorted by tokens, by the key of the block before them.
 
     KV of a token depends on the tokens before it, and on nothing after it. So a request may copy
     the first tokens of a block, if the block before and these tokens are equal.
     """
 
     def __init__(self) -> None:
-        self.by_parent: dict[Hashable, dict[int, array[int]]] = {}
-        self.parents: dict[int, Hashable] = {}  # by block
+        self.by_parent: dict[bytes, list[tuple[array[int], int]]] = {}
+        self.known: dict[int, tuple[bytes, array[int]]] = {}  # by block: parent, tokens
 
     def add(self, block: int, parent: bytes, tokens: "array[int]") -> None:
-        self.parents[block] = parent
-        self.by_parent.setdefault(parent, {})[block] = tokens
+        """Add a block, if it is not there."""
+        if block not in self.known:
+            self.known[block] = parent, tokens
+            insort(self.by_parent.setdefault(parent, []), (tokens, block))
 
     def drop(self, block: int) -> None:
         """Drop a block, if it is there."""
-        parent = self.parents.pop(block, None)
-        if parent is not None:
-            blocks = self.by_parent[parent]
-            del blocks[block]
-            if not blocks:
+        if block in self.known:
+            parent, tokens = self.known.pop(block)
+            siblings = self.by_parent[parent]
+            del siblings[bisect_left(siblings, (tokens, block))]
+            if not siblings:
                 del self.by_parent[parent]
 
     def clear(self) -> None:
         self.by_parent.clear()
-        self.parents.clear()
+        self.known.clear()
 
     def find(self, parent: bytes, tokens: "array[int]", counts: Sequence[int]) -> tuple[int, int]:
         """Return the block that begins with most of the tokens, and their number; 0 for none.
         `counts` is the number of holders by block: a draft head may still add KV to held blocks.
+
+        The tokens' place among the siblings is next to the best one, apart from held blocks.
         """
+        siblings = self.by_parent.get(parent, [])
+        place = bisect_left(siblings, (tokens, -1))
         best, most = -1, 0
-        for block, own in islice(reversed(self.by_parent.get(parent, {}).items()), MOST_COMPARED):
-            size = 0 if counts[block] else num_equal(own, tokens)
+        for side in range(place - 1, -1, -1), range(place, len(siblings)):
+            own, block = next((siblings[i] for i in side if not counts[siblings[i][1]]), NO_BLOCK)
+            size = num_equal(own, tokens)
             if size > most:
                 best, most = block, size
         return best, most
@@ -242,7 +249,7 @@ class BlockPool:
         self.checkpoints: dict[bytes, list[int]] = {}  # by key
         self.checkpoint_of: dict[int, bytes] = {}  # by block
         self.parts: dict[bytes, int] = {}  # blocks of checkpoints by their keys in tiers, if any
-        self.num_held: Counter[str] = Counter()  # by owner
+        self.num_held = Counter(target=0, draft=0)  # by owner
         self.num_resets = 0
         self.num_checkpoint_hits = 0  # lookups that found a checkpoint
 
@@ -433,7 +440,7 @@ class BlockPool:
         owned = self.num_held.total()
         assert owned == num_held, f"num_held counts {owned} blocks, but {num_held} are held"
         assert len(self.found) == num_keys, "more keys than blocks with a key"
-        keyed = self.ends | self.tokens.parents.keys()
+        keyed = self.ends | self.tokens.known.keys()
         assert all(self.keys[block] for block in keyed), "a block has tokens, but no key"
         blocks = {b: key for key, each in self.checkpoints.items() for b in each}
         assert blocks == self.checkpoint_of, "checkpoints and their blocks differ"
@@ -494,7 +501,8 @@ class BlockTable:
         new = max(0, -(-num_slots // self.block_size) - len(self.blocks))
         if num_slots <= self.num_computed:
             return new
-        return new + self.is_copy_due + self.num_state_due
+        new += self.is_copy_due
+        return new + self.num_state_due if self.state.size else new
 
     def try_reserve(self, num_slots: int) -> bool:
         """Hold blocks for `num_slots` slots. Return False and change nothing if too few blocks are
@@ -615,6 +623,7 @@ class BlockTable:
         size = num_equal - 1
         if size * LEAST_PART < self.block_size:
             return
+        self.pool.cached.move_to_end(source)  # a hit is a use
         blocks = self.pool.try_allocate(1, self.owner)
         if blocks is not None:
             if blocks[0] != source:  # else the cached block was evicted for this

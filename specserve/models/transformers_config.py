@@ -11,6 +11,7 @@ from importlib.metadata import distribution, version
 from pathlib import Path
 from typing import Any
 
+from specserve.errors import ConfigError
 from specserve.models import parse_config, rope
 from specserve.models.config_fields import MAX_LAYERS, positive
 from specserve.models.decoder_config import Shape
@@ -183,15 +184,22 @@ def stepwise_rope(parameters: Any) -> str | None:
     return next(filter(None, map(stepwise_rope, parameters.values())), None)
 
 
+def has_state(written: Mapping[str, Any]) -> bool:
+    """Whether config.json has fields or types of recurrent layers."""
+    kinds = written.get("layer_types") or ()
+    return any(kind in RECURRENT_KINDS for kind in kinds) or any(
+        written.get(name) is not None for name in STATES
+    )
+
+
 def parse_any(written: dict[str, Any], implementation: str) -> Shape:
     """The shape for an implementation; auto is native if that supports the architecture."""
     is_native = implementation == "native" or parse_config.names_family(written)
     if not is_native or implementation == "transformers":
-        kinds = written.get("layer_types") or ()
-        if parse_config.names_family(written) and any(kind in RECURRENT_KINDS for kind in kinds):
-            raise ValueError(
-                "layer_types: layers with a recurrent state run in native code only. Remove "
-                "model.implementation"
+        if parse_config.names_family(written) and has_state(written):
+            raise ConfigError(
+                "model.implementation = transformers: layers with a recurrent state run in native "
+                "code only. Remove this setting"
             )
         return parse(written)
     try:

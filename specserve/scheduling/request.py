@@ -65,9 +65,12 @@ class Request(msgspec.Struct, eq=False):
     text: TextState | None = None  # state if the text changes the logits, see `begin_text`
     processors: LogitsProcessors | None = None  # the caller's logits processors
     beams: Any = None  # the `BeamRequests` that it belongs to, with beam search
+    is_plain: bool = False  # no parameter but those of sampling changes logits or asks for logprobs
 
     def __post_init__(self) -> None:
         self.num_prompt = self.num_prompt or len(self.token_ids)
+        is_changed = self.sampling.changes_logits or self.processors or self.text
+        self.is_plain = not (is_changed or self.wants_logprobs)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -168,9 +171,11 @@ class Request(msgspec.Struct, eq=False):
 
     def finish_reason(self, tokens: Sequence[int]) -> str | None:
         """Return why the output ends with the last of these new tokens; None if it continues."""
-        if tokens[-1] in self.sampling.stop_ids:
+        sampling = self.sampling
+        if tokens[-1] in sampling.stop_ids:
             return "stop"
-        return "length" if len(tokens) >= self.num_left else None
+        num_output = len(self.token_ids) - self.num_prompt  # as `num_left`, without calls
+        return "length" if num_output + len(tokens) >= sampling.max_tokens else None
 
     def no_token(self, failure: int) -> tuple[str, str]:
         """Return why a row has no token, and the parameter that causes it."""
@@ -253,10 +258,11 @@ class Request(msgspec.Struct, eq=False):
     def publish(self) -> None:
         """Give keys to the blocks full of committed tokens, so that other requests find them."""
         self.table.publish(self.token_ids)
-        self.draft_table.publish(self.token_ids)
+        if self.draft_table.blocks:
+            self.draft_table.publish(self.token_ids)
 
     def publish_end(self) -> None:
-        """Let other requests find the KV after the last full block, too: this one has ended."""
+        """Let requests find the KV after the last full block, too. Call it before `release`."""
         self.table.publish_end(self.token_ids)
         self.draft_table.publish_end(self.token_ids)
 
@@ -283,7 +289,12 @@ class ScheduledRequest(msgspec.Struct, eq=False):
         """Return whether the last known token is among the rows: at least one new token follows,
         except in pooling.
         """
-        return self.is_complete and self.request.sampling.pooling is None
+        request = self.request  # as `is_complete`, in one call
+        return self.end == len(request.token_ids) and request.sampling.pooling is None
+
+    @property
+    def is_pooled(self) -> bool:
+        return self.request.sampling.pooling is not None
 
     @property
     def is_complete(self) -> bool:

@@ -320,6 +320,7 @@ class Scheduler:
         self.waiting = Queue()
         self.running: list[Request] = []
         self.num_preempted = 0
+        self.has_head = False  # the target has a draft head
         self.num_plans = 0  # rotates the remainders of shared rows
         self.catch_up_rows = 0  # most rows of the draft model in this step, see `max_catch_up`
         self.draft_rows = 0  # most draft tokens in this step
@@ -405,7 +406,7 @@ class Scheduler:
         self.admit()
         roots = self.plan_roots()
         left = self.budget.max_batched_tokens - len(roots)
-        chunks = self.plan_chunks(self.prompt_rows(roots, left))
+        chunks = self.plan_chunks(self.prompt_rows(roots, left)) if self.computing else []
         left -= sum(chunk.end - chunk.start for chunk in chunks)
         self.step = self.step_of([*roots, *chunks])
         self.catch_up_rows = self.max_catch_up(roots, chunks)
@@ -454,11 +455,13 @@ class Scheduler:
 
     def step_of(self, scheduled: Sequence[ScheduledRequest]) -> Step:
         """Return the step without draft tokens, and its allowed time."""
-        step, now = step_of(scheduled), perf_counter()
-        requests = [s.request for s in scheduled if s.is_root and s.request.num_output > 0]
-        targets = [(r.tpot, now - r.first_token_at, r.num_output) for r in requests if r.tpot]
-        if not targets:
+        step = step_of(scheduled)
+        with_target = [s for s in scheduled if s.request.tpot and s.is_root]
+        requests = [s.request for s in with_target if s.request.num_output > 0]
+        if not requests:
             return step
+        now = perf_counter()
+        targets = [(r.tpot or 0.0, now - r.first_token_at, r.num_output) for r in requests]
         allowed = min(allowed_seconds(*target) for target in targets)
         return msgspec.structs.replace(step, allowed=allowed, spent=self.drafting)
 
@@ -490,7 +493,7 @@ class Scheduler:
         if self.step.allowed < float("inf"):
             rows = prompt_rows(self.step, self.costs, budget.prefill_chunk, budget.prefill_chunk)
             return rows * budget.draft_rows_per_row
-        if chunks or any(root.request.num_output == 0 for root in roots):
+        if chunks or any([root.end == root.request.num_prompt for root in roots]):
             return budget.prefill_chunk
         rows = budget.prefill_chunk if len(roots) > 1 else budget.max_batched_tokens
         return rows * budget.draft_rows_per_row
@@ -744,6 +747,8 @@ class Scheduler:
         """
         is_waiting = request.num_uncomputed == 0
         self.running.remove(request)
+        if not self.has_head:  # the head drops its rows of the last block
+            request.publish_end()
         request.release()
         if not is_waiting:
             self.add(request)
@@ -768,7 +773,8 @@ class Scheduler:
         place = 0
         while place < len(self.running):  # the list shrinks from the end
             request = self.running[place]
-            if request.is_due and self.make_room(request):
+            is_due = len(request.token_ids) - request.table.num_computed == 1  # as `is_due`
+            if is_due and self.make_room(request):
                 roots.append(
                     ScheduledRequest(request, request.num_computed, request.num_computed + 1)
                 )
@@ -799,14 +805,11 @@ class Scheduler:
                 begin_snapshot(table, tokens, chunk.end, self.num_spare)
         return chunks
 
-    def publish(self, item: ScheduledRequest, nodes: Sequence[int], has_ended: bool) -> None:
-        """Publish a request's full blocks after its tokens were appended, and its last block if the
-        text has ended. The next launch advances its recurrent state, if there is one, by the
-        accepted nodes.
+    def publish(self, item: ScheduledRequest, nodes: Sequence[int]) -> None:
+        """Publish a request's full blocks after its tokens were appended. The next launch advances
+        its recurrent state, if there is one, by the accepted nodes.
         """
         item.request.publish()
-        if has_ended:
-            item.request.publish_end()
         table = item.request.table
         if table.state.size == 0:
             return
@@ -852,16 +855,23 @@ class Scheduler:
 
 def step_of(scheduled: Sequence[ScheduledRequest]) -> Step:
     """Return the step without draft tokens."""
-    sizes = [s.end - s.start for s in scheduled]
-    roots = [s.end for s in scheduled if s.is_root]
+    rows = context = attended = num_roots = root_context = 0
+    for item in scheduled:
+        size, end = item.end - item.start, item.end
+        rows += size
+        context += end
+        attended += size * end
+        if size == 1 and item.is_sampled:
+            num_roots += 1
+            root_context += end
     return Step(
-        rows=sum(sizes),
-        context=sum(s.end for s in scheduled),
+        rows=rows,
+        context=context,
         requests=len(scheduled),
-        num_roots=len(roots),
-        prompt_rows=sum(sizes) - len(roots),
-        attended=sum(size * s.end for size, s in zip(sizes, scheduled, strict=True)),
-        root_context=sum(roots),
+        num_roots=num_roots,
+        prompt_rows=rows - num_roots,
+        attended=attended,
+        root_context=root_context,
     )
 
 

@@ -173,7 +173,7 @@ class DraftModel(ModelExecutor):
             for groups in filter(None, launches):
                 step = build_step_input(groups, self.scheduler.pool.updates)
                 logits = self.runner.launch(step).logits
-                self.num_rows += len(step.token_ids)
+                self.num_rows += step.num_rows
         except BaseException:
             if self.is_rerunning:  # the launch may have changed states, and no snapshot is written
                 for request in self.requests.values():

@@ -23,6 +23,7 @@ from specserve.speculation.executor import ModelExecutor
 from specserve.speculation.verify import AcceptedPath, count_error
 from specserve_drafters import ROOT, DraftRequest, Nodes
 from specserve_drafters.base import EAGLE
+from specserve_kernels import tensor_of
 
 TOKENS = 200  # number of tokens that a check compares
 LEAST = 0.2  # least share of tokens that match; matching heads reach 0.4 to 0.8
@@ -146,6 +147,7 @@ class HeadModel(ModelExecutor):
     ) -> None:
         super().__init__(runner, scheduler)
         self.head, self.target = head, target
+        scheduler.has_head = True
         self.first_costs = StepCosts(scheduler.budget.max_batched_tokens)  # known tokens
         words = aux_layer_words(head.aux_layer_ids, target.decoder.config.num_layers)
         self.watch: AuxLayerWatch | None = AuxLayerWatch(words)
@@ -336,8 +338,8 @@ class HeadModel(ModelExecutor):
         step = self.step_of(groups)  # last: it takes the updates
         self.runner.launch(step, features)
         assert self.runner.outputs is not None, "rows were run"
-        self.num_rows += len(step.token_ids)
-        ends = torch.from_numpy(step.qo_indptr[1:] - 1).long()
+        self.num_rows += step.num_rows
+        ends = tensor_of(step.columns.qo_indptr)[1:].long() - 1
         hidden = self.runner.outputs.residual[ends.to(self.runner.outputs.residual.device)]
         for request in requests:
             del self.backlogs[request.id]
@@ -366,9 +368,12 @@ class HeadModel(ModelExecutor):
         step, kv = self.step_of([group]), self.runner.kv
         if step.updates:
             self.runner.update(step.updates)
-        with self.runner.using_threads(len(features)):
-            plan = self.head.plan(step.rows(), kv, [torch.from_numpy(step.token_ids)])
+
+        def write() -> None:
+            plan = self.head.plan(step.rows(), kv, [tensor_of(step.columns.token_ids)])
             self.head.write(features, kv, plan)
+
+        self.runner.on_threads(len(features), write)
         self.num_rows += len(features)
 
     def compare(

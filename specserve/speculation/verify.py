@@ -92,6 +92,13 @@ def accepted_paths(
     sampled: Sequence[ScheduledRequest], answers: TargetTokens
 ) -> list[AcceptedPath]:
     """Return each sampled request's new tokens and the accepted nodes of its tree."""
+    if not any([item.draft.tokens for item in sampled]):
+        tokens = answers.after(range(len(sampled)))
+        plain = [AcceptedPath([token], []) for token in tokens]
+        if tokens and min(tokens) < 0:
+            for path in plain:
+                path.cut_failure()
+        return plain
     drafts = [item.draft for item in sampled]
     roots = [0, *accumulate([1 + len(draft.tokens) for draft in drafts])]
 

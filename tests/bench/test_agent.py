@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from specserve.cli.command import main
+from specserve.errors import ConfigError
 from specserve_bench import agent
 from specserve_bench.hosted import Heard, Hosted
 from specserve_bench.results import Subject
@@ -107,3 +108,27 @@ def test_a_written_result_is_shown_as_the_same_table(tmp_path, capsys):
     for flags in ([], ["--markdown"]):
         assert main(["bench", "show", str(file), *flags]) == 0
         assert capsys.readouterr().out.strip() == agent.table(result)
+
+
+def test_servers_have_names_and_a_url_is_its_own_name(monkeypatch, capsys):
+    asked = []
+
+    def hosted(name, url, *_):
+        asked.append((name, url))
+        return Contender(name, Subject(url=url, model=f"a/{name}.gguf", drafter="auto"), one)
+
+    one = Answering("one", [])
+    monkeypatch.setattr(agent.suite, "hosted", hosted)
+    assert agent.main(arguments("peer=http://two?a=b", "--contexts=200", "--turns=1")) == 0
+    assert asked == [("http://one", "http://one"), ("peer", "http://two?a=b")]
+    assert "| 200 tokens | peer |" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="two servers have the same name"):
+        agent.main(arguments("x=http://two", "x=http://three"))
+
+
+def test_a_caption_names_models_file_and_drafters():
+    result = measured(Answering("one", []))
+    about = {"one": Subject(model="a/b.gguf", drafter="auto"), "two": Subject(model="a/b.gguf")}
+    words = agent.caption({"r.json": msgspec.structs.replace(result, subjects=about)})
+    words = " ".join(words.split())
+    assert words.startswith("- b was measured") and "(`r.json`). Drafters: one: auto." in words

@@ -35,9 +35,12 @@ def test_it_reports_of_machine_steps_and_bits(folder, capsys):
 def test_it_reports_of_a_head(tmp_path, capsys):
     target = tiny_checkpoint(tmp_path / "target", num_hidden_layers=4)
     write_head(tmp_path / "head")
-    main([str(target), "--draft-head", str(tmp_path / "head"), "--rounds", "1"])
+    given = tmp_path / "given.toml"
+    given.write_text('[memory]\nkv_dtype = "int8"\n')
+    head = ["--draft-head", str(tmp_path / "head")]
+    main([str(target), *head, "--rounds", "1", "--config", str(given)])
     told = {line[:10].strip(): line[11:] for line in capsys.readouterr().out.splitlines()}
-    assert told["KV"] == "0.6 KiB per token of context, 0.1 of them the head's"
+    assert told["KV"] == "0.4 KiB per token of context, 0.1 of them the head's"
     assert "layers 1, 2, 3" in told["head"]
 
 
@@ -51,6 +54,7 @@ def test_it_reports_of_recurrent_states(tmp_path, capsys):
         "16.0 KiB per request and per checkpoint, of which the pool has room for 256; "
         "a checkpoint every 64 tokens of a prompt"
     )
+    assert told["KV"] == "0.5 KiB per token of context"  # in float32
     assert told["batch"].endswith("yes")
 
 

@@ -46,7 +46,7 @@ def test_a_level_of_the_kernels_has_a_file_of_its_own(measured, monkeypatch, cap
     used, [level, *_] = [], [level.name for level in usable_levels()]
     monkeypatch.setattr(figures, "use_level", used.append)
     assert figures.main(["recurrent", "--level", level]) == 0
-    assert used == [level] and kept() == {f"recurrent-cpu-{level}.json"}
+    assert used == [level] and kept() == {f"recurrent-{level}-cpu.json"}
     command = f"{figures.PROGRAM} recurrent --level {level}"
     assert f'"command": "{command}", "level": "{level}"' in capsys.readouterr().out
     for argv, words in (

@@ -40,7 +40,7 @@ class Clock:
 
         def timed(runner, step, residual=None):
             seconds = self.draft if step.draws is None else self.target
-            self.now += seconds(len(step.token_ids))
+            self.now += seconds(step.num_rows)
             return launch(runner, step, residual)
 
         patch.setattr(Runner, "launch", timed)

@@ -364,7 +364,7 @@ def on_launch(runner, hear):
 def row_counts(runner):
     """The rows of each request in each launch, as they come."""
     counts = []
-    on_launch(runner, lambda step: counts.append(np.diff(step.qo_indptr).tolist()))
+    on_launch(runner, lambda step: counts.append(np.diff(step.columns.qo_indptr).tolist()))
     return counts
 
 

@@ -6,6 +6,7 @@ from specserve.config import load_config
 from specserve.engine import build
 from specserve.engine.tuning import model_key
 from specserve.errors import ConfigError
+from tests.checkpoints import tiny_checkpoint
 
 FOREIGN = "specserve_drafters.ngram:NgramDrafter"  # by this name, no drafter that is built in
 MISTAKES = [
@@ -18,6 +19,12 @@ MISTAKES = [
 def test_a_drafter_that_cannot_be_made_is_refused_first(settings, complaint, monkeypatch):
     monkeypatch.setattr(build, "load_weights", pytest.fail)
     with pytest.raises(ConfigError, match=complaint):
+        build.build(load_config(None, settings))
+
+
+def test_a_pool_too_small_for_a_recurrent_request_counts_the_state(tmp_path):
+    settings = {"model.path": str(tiny_checkpoint(tmp_path, "lfm2")), "memory.kv_bytes": 20_000}
+    with pytest.raises(ConfigError, match="tokens, its tree and its recurrent state need"):
         build.build(load_config(None, settings))
 
 

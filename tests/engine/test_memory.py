@@ -95,6 +95,23 @@ def test_what_was_generated_is_found_as_well(target):
     assert benefit.num_cached == 68  # of 70, of which the last one said was never computed
 
 
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_the_end_of_a_text_is_found_unless_its_request_failed(pair, has_failed):
+    """The HTTP process ends requests at stop strings, and if clients leave."""
+    engine = engine_for(*pair, "model", max_nodes=4)
+    request = engine.add(PROMPT, sampling(60))
+    while request.num_output < 12 or len(request.token_ids) % 16 < 6:
+        engine.step()
+    text = [*request.token_ids, 7, 8, 9]
+    engine.fail(request, "failure") if has_failed else engine.finish(request.id)
+    engine.check()
+    again, _ = answer(engine, text)
+    size = len(request.token_ids)
+    # The last token was not computed, and the last equal one is computed again.
+    assert again.num_cached == (size // 16 * 16 if has_failed else size - 2)
+    assert again.token_ids == answer(off(pair[0]), text)[0].token_ids
+
+
 @pytest.mark.parametrize("drafter", ["none", "model"])
 @pytest.mark.parametrize(("block_size", "kv_dtype"), [(64, "auto"), (16, "int8")])
 def test_a_text_is_found_up_to_an_edit(pair, drafter, block_size, kv_dtype):
@@ -411,6 +428,20 @@ def test_a_preempted_request_finds_what_it_had(target):
     known = 100 + 30
     assert engine.stats.num_rows - rows == known - (known - 1) // 16 * 16
     assert request.num_cached == 0, "of its own it has made no use"
+
+
+@pytest.mark.parametrize(("has_head", "rows"), [(False, 2), (True, 8)])
+def test_a_preempted_request_finds_its_last_block_unless_a_head_lacks_it(target, has_head, rows):
+    engine = off(target)
+    engine.scheduler.has_head = has_head
+    request = engine.add(PROMPT, sampling(60))
+    while len(request.token_ids) < 136:
+        engine.step()
+    before = engine.stats.num_rows
+    engine.scheduler.preempt(request)
+    engine.step()
+    engine.check()
+    assert engine.stats.num_rows - before == rows
 
 
 # Bugs of other engines, each test named after what went wrong.

@@ -79,7 +79,7 @@ def run_watched(target, prompt, sampling):
 
     def on_launch(step):
         launched = launch(step)
-        if len(step.read):
+        if len(step.columns.read):
             logits.append(launched.logits[0].numpy().copy())
         return launched
 

@@ -1,15 +1,29 @@
 """A step as plain arrays, against a builder that goes row by row, and what a runner makes of it."""
 
 import random
+from array import array
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
-from specserve.engine.runner import KVLost, RowGroup, StepInput, build_step_input, greedy_draws
+from specserve.engine.runner import (
+    KVLost,
+    RowGroup,
+    build_step_input,
+    greedy_draws,
+    is_plain,
+    step_input_of,
+)
+from specserve.exchange.messages import Caller
+from specserve.exchange.sampling_params import Sampling
 from specserve.memory.blocks import BlockPool, BlockTable, PendingUpdates
 from specserve.models.decoder import Decoder
+from specserve.scheduling import Request, ScheduledRequest
+from specserve_drafters import Draft
+from specserve_kernels import StepColumns, tensor_of
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import engine_for, load_small, logits_of
 
@@ -41,7 +55,7 @@ def random_groups(seed):
 
 def row_by_row(groups):
     """The same step, built row by row."""
-    out = {name: [] for name in StepInput._fields[1:-4]}
+    out = {name: [] for name in StepColumns._fields}
     out["qo_indptr"], out["indptr"] = [0], [0]
     for g in groups:
         size, end = g.table.block_size, g.start + len(g.token_ids)
@@ -82,11 +96,10 @@ def test_a_step_has_the_rows_of_its_requests(seed):
     groups = random_groups(seed)
     step = build_step_input(groups, PendingUpdates())
     for name, want in row_by_row(groups).items():
-        got = getattr(step, name)
+        got = tensor_of(getattr(step.columns, name))
         assert got.tolist() == want, name
-        assert got.dtype == (
-            np.int64 if name in ("token_ids", "slots", "mask", "read") else np.int32
-        )
+        is_long = name in ("token_ids", "slots", "mask", "read")
+        assert got.dtype == (torch.int64 if is_long else torch.int32)
 
 
 def test_a_step_takes_the_pending_updates_once_and_moves_come_in_order():
@@ -185,3 +198,55 @@ def test_a_forward_calls_nothing_but_ops(target):
     assert len(decoder.logits(residual, Handle(2))) == 2
     assert ops.called[0] == "embed" and ops.called.count("attention") == layers
     assert ops.called[-4:] == ["linear_add", "take_rows", "rms_norm", "lm_head"]
+
+
+GREEDY = Sampling(max_tokens=9, temperature=0, top_k=0, top_p=1, min_p=0, seed=0)
+
+
+def scheduled_roots(seed, samplings):
+    """A root for each of these parameters, over tables whose blocks lie anywhere."""
+    rng, pool = random.Random(seed), BlockPool(1000)
+    rng.shuffle(pool.free)
+    for id, sampling in enumerate(samplings):
+        table, known = BlockTable(pool, rng.choice([16, 64])), rng.randint(1, 300)
+        assert table.try_reserve(known + rng.randrange(100))
+        table.num_computed = known - 1
+        token_ids = array("i", (rng.randrange(1 << 17) for _ in range(known)))
+        request = Request(id, token_ids, sampling, table, BlockTable(pool, 16), Caller(id))
+        yield ScheduledRequest(request, known - 1, known)
+
+
+@pytest.mark.parametrize("temperatures", [[0.0], [0.0] * 9, [0.0, 0.7, 1.0]])
+def test_a_step_of_roots_only_is_the_step_of_their_groups(temperatures):
+    samplings = [replace(GREEDY, temperature=t, seed=i) for i, t in enumerate(temperatures)]
+    roots = [*scheduled_roots(len(temperatures), samplings)]
+    requests = [root.request for root in roots]
+    assert is_plain(roots, requests, 0) and not is_plain(roots, requests, num_slots=1)
+    plain = step_input_of(roots, roots, PendingUpdates(), 1 << 17, 0)
+    for request in requests:
+        request.is_plain = False
+    grouped = step_input_of(roots, roots, PendingUpdates(), 1 << 17, 0)
+    assert plain.columns == grouped.columns
+    for ours, theirs in zip(plain.draws, grouped.draws, strict=True):
+        assert np.array_equal(ours, theirs), (ours, theirs)
+
+
+CHANGES = {"logit_bias": ((3, 1.0),), "logprobs": 2, "prompt_logprobs": 0, "min_tokens": 4}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_a_step_is_not_plain_if_a_request_changes_logits_or_asks_for_logprobs(change):
+    changed = replace(GREEDY, **{change: CHANGES[change]})
+    roots = [*scheduled_roots(0, [GREEDY, changed])]
+    assert is_plain(roots[:1], [roots[0].request], 0)
+    assert not is_plain(roots, [root.request for root in roots], 0)
+
+
+def test_a_step_with_a_prompt_or_draft_tokens_is_not_plain():
+    first, second = scheduled_roots(0, [GREEDY, GREEDY])
+    requests = [first.request, second.request]
+    assert not is_plain([first, second], requests[:1], 0), "a prompt samples nothing"
+    second.draft = Draft.chain([5])
+    assert not is_plain([first, second], requests, 0)
+    second.draft, second.start = Draft(), second.start - 1
+    assert not is_plain([first, second], requests, 0), "the end of a prompt has several rows"

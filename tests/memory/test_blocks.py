@@ -1,6 +1,8 @@
 """Every block is free, cached, or held by exactly as many as it counts: whatever may happen."""
 
 from array import array
+from collections import Counter
+from random import Random
 
 import pytest
 from hypothesis import settings
@@ -282,7 +284,7 @@ def test_the_block_that_begins_with_most_of_the_tokens_is_found():
     free, held = [0] * 8, [0] * 6 + [1, 0]
     assert known.find(b"a", tokens, free) == (6, 3)
     assert known.find(b"a", tokens, held) == (5, 2), "of those that no table holds"
-    assert known.find(b"a", tokens[:1], free) == (6, 1), "the latest of equally good ones"
+    assert known.find(b"a", tokens[:1], free) == (6, 1), "a part"
     assert known.find(b"a", array("i", [9]), free) == known.find(b"c", tokens, free) == (-1, 0)
     known.drop(6)
     known.drop(6)
@@ -290,7 +292,59 @@ def test_the_block_that_begins_with_most_of_the_tokens_is_found():
     known.drop(5)
     assert list(known.by_parent) == [b"b"]
     known.clear()
-    assert known.find(b"b", tokens, free) == (-1, 0) and not known.parents
+    assert known.find(b"b", tokens, free) == (-1, 0) and not known.known
+
+
+def test_the_oldest_of_many_blocks_is_found_if_it_is_the_best():
+    known, tokens, counts = BlockTokens(), array("i", [5] * 64), [0] * 1000
+    known.add(0, b"a", tokens[:60])
+    for block in range(1, 1000):
+        known.add(block, b"a", array("i", [5, block % 10, *[100 + block] * 62]))
+    assert known.find(b"a", tokens, counts) == (0, 60)
+    counts[0] = 1
+    block, size = known.find(b"a", tokens, counts)
+    assert (block % 10, size) == (5, 2)
+
+
+def test_a_search_among_sorted_blocks_equals_the_obvious_one():
+    rng, known, texts, found = Random(0), BlockTokens(), dict[int, tuple](), Counter()
+
+    def begin(tokens, other):
+        return next((i for i, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b), 4)
+
+    for block in range(3000):
+        counts = [rng.random() < 0.3 for _ in range(block + 1)]
+        tokens = array("i", rng.choices(range(3), k=4))
+        parent = rng.choice([b"a", b"b"])
+        sizes = {b: begin(tokens, own) for b, (at, own) in texts.items() if at == parent}
+        most = max((size for b, size in sizes.items() if not counts[b]), default=0)
+        best, size = known.find(parent, tokens, counts)
+        assert size == most and (size == 0 or (sizes[best] == size and not counts[best]))
+        found[size] += 1
+        known.add(block, parent, tokens)
+        texts[block] = parent, tokens
+        if rng.random() < 0.9 and len(texts) > 8:
+            known.drop(gone := rng.choice([*texts]))
+            del texts[gone]
+    assert min(found[size] for size in range(5)) > 10
+
+
+def test_a_hit_inside_a_block_is_a_use():
+    """Otherwise the copied block is evicted before blocks that no request needed since."""
+    pool = BlockPool(5)
+    for first in (1, 2):
+        table = BlockTable(pool, 8, hasher=BlockHasher(b"root", 8))
+        assert table.try_reserve(8)
+        table.num_computed = 8
+        table.publish(array("i", [first] * 8))
+        table.clear()
+    other = BlockTable(pool, 8, hasher=BlockHasher(b"root", 8))
+    other.match(array("i", [1] * 5 + [7] * 9), 4)
+    assert other.num_computed == 4
+    assert pool.try_allocate(3) is not None, "two are free, and one is evicted"
+    again = BlockTable(pool, 8, hasher=BlockHasher(b"root", 8))
+    again.match(array("i", [1] * 9), 4)
+    assert again.num_computed == 8, "of two cached blocks, the one that was copied is left"
 
 
 def test_a_part_of_a_block_is_not_found_after_its_eviction_or_a_reset():
@@ -302,7 +356,7 @@ def test_a_part_of_a_block_is_not_found_after_its_eviction_or_a_reset():
         table.publish(text)
         table.publish_end(text)
         table.clear()
-        assert pool.ends and len(pool.tokens.parents) == len(pool.found) == 3
+        assert pool.ends and len(pool.tokens.known) == len(pool.found) == 3
         getattr(pool, event)()
         other = BlockTable(pool, 8, hasher=BlockHasher(b"root", 8))
         other.match(text, 4)

@@ -122,10 +122,15 @@ def test_what_cannot_be_served_is_refused_before_it_is_loaded(tmp_path, changes,
     assert str(error.value).startswith(str(path))
 
 
-def test_a_recurrent_state_is_for_native_code(tmp_path):
-    folder = tiny_checkpoint(tmp_path, "lfm2")
-    with pytest.raises(ConfigError, match=r"native code only\. Remove model\.implementation"):
-        open_source(folder).shape("transformers")
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "bamba", "falcon_h1", "nemotron_h"])
+def test_a_recurrent_state_is_for_native_code(family, tmp_path):
+    source = open_source(tiny_checkpoint(tmp_path, family))
+    with pytest.raises(ConfigError) as e:
+        source.shape("transformers")
+    assert str(e.value) == (
+        "model.implementation = transformers: layers with a recurrent state run in native code "
+        "only. Remove this setting"
+    )
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def launches(engine):
     """(model, rows) of each launch, as they come."""
     seen = []
     for name, runner in zip(("target", "draft"), runners_of(engine), strict=True):
-        on_launch(runner, lambda step, name=name: seen.append((name, len(step.token_ids))))
+        on_launch(runner, lambda step, name=name: seen.append((name, step.num_rows)))
     return seen
 
 

@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
             options = [f"--level {level}" for level in of_level.values()]
             facts = suite.machine(" ".join([PROGRAM, name, *options])) | of_level
             line = json.dumps({"machine": facts} | result)
-            file = "-".join([name, "cpu", *of_level.values()])
+            file = "-".join([name, *of_level.values(), "cpu"])
             (RESULTS / f"{file}.json").write_text(line + "\n")
             print(line)
     return 0

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from specserve_kernels.cpu import build
-from specserve_kernels.types import Edits, Masks, Rows, SampleParams
+from specserve_kernels.states import StateRows
+from specserve_kernels.types import Edits, Masks, Rows, SampleParams, StepColumns
 
 # Fields of Rows that the kernels read, in the order of rows.h
 ROW_FIELDS = ("qo_indptr", "indptr", "indices", "positions", "prefix", "slots", "mask")
@@ -100,6 +101,17 @@ def is_bf16(x: Tensor) -> bool:
 
 def sample_params_of(params: SampleParams) -> SampleStruct:
     """Return pointers to the parameters. Edits or masks that no row has are null pointers."""
+    n = params.seeds.shape[0]
+    return greedy_params(n) if params is SampleParams.greedy(n) else new_sample_params(params)
+
+
+@cache
+def greedy_params(n: int) -> SampleStruct:
+    """Return pointers to `SampleParams.greedy(n)`, which is never freed."""
+    return new_sample_params(SampleParams.greedy(n))
+
+
+def new_sample_params(params: SampleParams) -> SampleStruct:
     native = SampleStruct(*[x.data_ptr() for x in params.columns])
     for some in (params.edits, params.masks):
         for name, x in zip(some._fields, some, strict=True) if some is not None else ():
@@ -111,10 +123,23 @@ def sample_params_of(params: SampleParams) -> SampleStruct:
 def rows_of(rows: Rows) -> RowsStruct:
     sizes = len(rows.qo_indptr) - 1, len(rows.positions)
     pointers = [getattr(rows, name).data_ptr() for name in ROW_FIELDS]
-    if rows.states is None:
-        return RowsStruct(*sizes, *pointers)
-    states = rows.states
-    return RowsStruct(*sizes, *pointers, states.blocks.shape[1], *(x.data_ptr() for x in states))
+    return RowsStruct(*sizes, *pointers, *state_pointers(rows.states))
+
+
+def rows_of_columns(columns: StepColumns, states: StateRows | None) -> RowsStruct:
+    """Do the same for arrays."""
+    _, qo_indptr, indptr, indices, _, positions, slots, prefix, mask, _ = columns
+    each = qo_indptr, indptr, indices, positions, prefix, slots, mask  # as in ROW_FIELDS
+    pointers = [column.buffer_info()[0] for column in each]
+    if states is None:
+        return RowsStruct(len(qo_indptr) - 1, len(positions), *pointers)
+    return RowsStruct(len(qo_indptr) - 1, len(positions), *pointers, *state_pointers(states))
+
+
+def state_pointers(states: StateRows | None) -> list[int]:
+    if states is None:
+        return []
+    return [states.blocks.shape[1], *(x.data_ptr() for x in states)]
 
 
 @cache

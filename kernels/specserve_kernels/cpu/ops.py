@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from ctypes import Structure, addressof
+from functools import lru_cache
 from math import isqrt
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from specserve_kernels.types import (
     Rows,
     SampleParams,
     Window,
+    all_rows,
 )
 
 SHORT = 1 << 16  # elements; smaller ops run on one thread, as waking threads takes longer
@@ -466,13 +468,40 @@ def floats(logits: Tensor) -> int:
 
 
 def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
-    n, V = len(rows), logits.shape[1]
+    n, V = rows.shape[0], logits.shape[1]
     out = torch.empty(n, dtype=torch.int64)
-    places = rows.data_ptr(), n, native.sample_params_of(params), out.data_ptr()
-    fields = "ptr logits i64 vocab_size ptr rows i64 num_rows sampling params ptr out"
-    args = native.filled(fields, floats(logits), V, *places)
+    if rows is all_rows(n) and params is SampleParams.greedy(n):
+        call = greedy_call(floats(logits), n, V)
+        call.args.out = out.data_ptr()
+        native.run(call.ops, call.step, torch.get_num_threads() if call.is_long else 1)
+        return out
+    args = sample_args(floats(logits), V, rows, params)
+    args.out = out.data_ptr()
     run("sample", args, n, n * V if n > 1 else 0)
     return out
+
+
+def sample_args(logits: int, V: int, rows: Tensor, params: SampleParams) -> Any:
+    fields = "ptr logits i64 vocab_size ptr rows i64 num_rows sampling params ptr out"
+    places = rows.data_ptr(), rows.shape[0], native.sample_params_of(params)
+    return native.filled(fields, logits, V, *places)
+
+
+class GreedyCall(NamedTuple):
+    """A call of `sample` for the most likely tokens of all rows, without the address of `out`."""
+
+    args: Any
+    ops: Any
+    step: native.StepStruct
+    is_long: bool  # it runs on all threads
+
+
+@lru_cache(maxsize=64)
+def greedy_call(logits: int, n: int, V: int) -> GreedyCall:
+    """Return the call for logits at an address. A program has them at the same one in each step."""
+    args = sample_args(logits, V, all_rows(n), SampleParams.greedy(n))
+    ops = (native.Op * 1)(native.Op(native.address("sample"), addressof(args), 0))
+    return GreedyCall(args, ops, native.StepStruct((n, 0, 0)), n > 1 and n * V >= SHORT)
 
 
 def logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Logprobs:

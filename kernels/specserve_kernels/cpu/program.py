@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from specserve_kernels.cpu import arguments, native
-from specserve_kernels.cpu.recorder import ADAPTED, READ, STEP, Hosted, Index, Native, Recorder
+from specserve_kernels.cpu.recorder import READ, STEP, Hosted, Index, Native, Recorder
 from specserve_kernels.ops import ModelForward, Outputs
-from specserve_kernels.types import AdapterRows, KVCache, Rows
+from specserve_kernels.states import StateRows
+from specserve_kernels.types import AdapterRows, KVCache, Rows, StepColumns
+
+MAX_VIEWS = 256  # most kept sets of views, about 1 KB each
 
 
 class NativePiece(NamedTuple):
@@ -51,11 +54,22 @@ class Recording:
         # Whether the forward reads token ids even if it begins with a residual.
         self.reads_ids = not of_layers.isdisjoint({("gather", STEP), ("gather_codes", STEP)})
         self.adapter_rows: AdapterRows | None = recorder.adapter_rows
+        self.views: dict[tuple[int, int], Outputs] = {}  # of the buffers, by numbers of rows
 
-    def take_adapters(self, rows: AdapterRows | None) -> int:
+    def outputs(self, R: int, n: int) -> Outputs:
+        """Return the first rows of the buffers, for a step of R rows of which n are read."""
+        found = self.views.get((R, n))
+        if found is None:
+            aux = {layer: aux.tensor[:R] for layer, aux in self.aux_hidden_states.items()}
+            logits = self.logits.tensor[:n] if n else None
+            found = Outputs(self.residual.tensor[:R], logits, aux, ())
+            if len(self.views) == MAX_VIEWS:
+                self.views.clear()
+            self.views[R, n] = found
+        return found
+
+    def take_adapters(self, rows: AdapterRows) -> int:
         """Copy a step's adapter rows into the buffers of the ops. Return their number."""
-        if rows is None:
-            return 0
         assert self.adapter_rows is not None, "the model has no adapter slots"
         for own, given in zip(self.adapter_rows, rows, strict=True):
             own[: len(given)] = given
@@ -92,7 +106,8 @@ class NativeProgram:
         self.recording = Recording(model, kv, (max_rows, max_read), aux_layer_ids)
         self.attention = arguments.AttentionPlan()
         self.step = native.StepStruct(attention=self.attention.address)
-        self.kept: Any = None  # tensors whose addresses the step holds
+        self.kept: Any = None  # tensors or arrays whose addresses the step holds
+        self.rows = native.RowsStruct()
 
     @property
     def native_ops(self) -> list[str]:
@@ -122,24 +137,46 @@ class NativeProgram:
         given = token_ids if residual is None else residual
         assert given is not None, "pass token ids or a residual"
         R, n = len(given), len(read)
-        self.reserve(R, n)
-        found, step, placed = self.recording, self.step, native.rows_of(rows)
-        self.kept = rows, token_ids, read, placed
-        step.num_rows[STEP], step.num_rows[READ] = R, n
-        step.num_rows[ADAPTED] = found.take_adapters(rows.adapters)
-        step.read, step.rows = read.data_ptr(), addressof(placed)
-        step.token_ids = None if token_ids is None else token_ids.data_ptr()
+        ids = None if token_ids is None else token_ids.data_ptr()
+        self.kept = rows, token_ids, read
+        self.place(native.rows_of(rows), (R, ids), (n, read.data_ptr()), rows.adapters)
+        found = self.recording
         if residual is None:
             self.run_pieces(found.from_ids)
         else:
             assert token_ids is not None or not found.reads_ids, "this model needs token ids, too"
             found.entry.tensor[:R].copy_(residual)
             self.run_pieces(found.from_residual)
-        aux_hidden_states = {
-            layer: aux.tensor[:R] for layer, aux in found.aux_hidden_states.items()
-        }
-        logits = found.logits.tensor[:n] if n else None
-        return Outputs(found.residual.tensor[:R], logits, aux_hidden_states, also)
+        return found.outputs(R, n)._replace(also=also)
+
+    def run_columns(
+        self,
+        columns: StepColumns,
+        adapters: AdapterRows | None,
+        states: StateRows | None,
+        also: Sequence[Tensor] = (),
+    ) -> Outputs:
+        self.kept = columns, states
+        ids, R = columns.token_ids.buffer_info()
+        read, n = columns.read.buffer_info()
+        self.place(native.rows_of_columns(columns, states), (R, ids), (n, read), adapters)
+        self.run_pieces(self.recording.from_ids)
+        outputs = self.recording.outputs(R, n)
+        return outputs._replace(also=also) if also else outputs
+
+    def place(
+        self,
+        rows: native.RowsStruct,
+        token_ids: tuple[int, int | None],
+        read: tuple[int, int],
+        adapters: AdapterRows | None,
+    ) -> None:
+        """Set the step's rows; `token_ids` and `read` are numbers of rows and addresses."""
+        self.reserve(token_ids[0], read[0])
+        step, self.rows = self.step, rows
+        num_adapted = 0 if adapters is None else self.recording.take_adapters(adapters)
+        step.num_rows[:] = token_ids[0], read[0], num_adapted  # STEP, READ, ADAPTED
+        step.token_ids, step.read, step.rows = token_ids[1], read[1], addressof(rows)
 
     def logits(self, read: Tensor) -> Tensor:
         n = len(read)

@@ -4,13 +4,12 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from threading import Lock, local
 
-import torch
 from torch import Tensor
 
 from specserve_kernels.cpu.compiler import cpu_name, source_hash
 from specserve_kernels.cpu.kept import keep, kept_file, read_kept
 from specserve_kernels.threads import Topology, check_threads, topology
-from specserve_kernels.types import FixedThreads, Threads
+from specserve_kernels.types import FixedThreads, Threads, set_threads
 
 STEPS, RANK = 9, 2  # steps timed per number; index of the compared time, best first
 SOON, RARELY = 100, 5000  # steps of a size until its number is searched again
@@ -127,7 +126,7 @@ class MeasuredThreads:
                 self.search(size, duels(self.machine.cores, self.machine, is_upward=False))
             number = self.numbers[size] if size in self.settled else self.duels[size].next()
         self.used.number = number
-        torch.set_num_threads(number)
+        set_threads(number)
 
     def observe(self, rows: int, seconds: float) -> None:
         with self.lock:
