@@ -15,7 +15,6 @@ from specserve.speculation.adaptive_speculator import AdaptiveSpeculator, Reques
 from specserve.speculation.costs import Step
 from specserve.text.chat_template import ChatOptions
 from specserve.text.template_messages import Message
-from specserve_drafters.trie import ranked
 
 
 class Node(msgspec.Struct, frozen=True):
@@ -154,14 +153,15 @@ def step_of(
     )
     if found is None or not isinstance(speculator, AdaptiveSpeculator) or not tree.tokens:
         return step
-    p, costs, at = found.ask.trie.values, state.costs["target"], speculator.step
+    trie = found.ask.trie
+    p, costs, at = trie.values, state.costs["target"], speculator.step
     each = zip(tree.tokens, tree.parents, tree.sources, found.nodes, strict=False)
     return msgspec.structs.replace(
         step,
         nodes=[Node(t, text_of(llm, t), above, bits, round(p[n], 4)) for t, above, bits, n in each],
         plan=llm.speculation().plan,
         draft_ms=round(1e3 * at.spent, 2),
-        candidates=[round(p[node], 4) for node in ranked(found.ask)],
+        candidates=[round(v, 4) for v in trie.select([found.ask], found.ask.limit).values],
         cost_ms={row.rows: round(1e3 * row_cost(row, costs, at), 2) for row in costs.steps},
     )
 

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta, field
 
 from specserve_drafters.candidates import MAX_NODES, Candidate, Draft, Rules
-from specserve_drafters.trie import AcceptancePrior, BaseTrie, Calibration
+from specserve_drafters.trie import AcceptancePrior, BaseTrie
 
 if TYPE_CHECKING:  # a process that only checks a drafter's name and options needs no torch
     from torch import Tensor
@@ -306,16 +306,9 @@ def make_source(name: str) -> DraftSource:
     return source
 
 
-def make_calibration(prior: AcceptancePrior | None = None) -> Calibration:
-    """Return a calibration whose tries are in C++, if the machine can compile them."""
-    from specserve_kernels.cpu import BuildError
-
-    native = importlib.import_module("specserve_drafters.native")
-    try:
-        calibration: Calibration = native.NativeCalibration(prior)
-    except BuildError:
-        return Calibration(prior)
-    return calibration
+def make_calibration(prior: AcceptancePrior | None = None) -> Any:
+    """Return a `native.NativeCalibration`. BuildError if there is no compiled library."""
+    return importlib.import_module("specserve_drafters.native").NativeCalibration(prior)
 
 
 class AutoOptions(Options, frozen=True):

@@ -1,7 +1,7 @@
 """The n-gram source, lookups of the suffix source, tries, scores and selections in C++.
 
-`lookup.py`, `suffix.py` and `trie.py` have the same in Python. They define the results, and serve
-machines that cannot compile.
+`lookup.py` and `suffix.py` have the same in Python. They define the results, and serve machines
+that cannot compile.
 """
 
 import threading
@@ -202,7 +202,7 @@ class SourceCodes(dict[int, tuple[str, ...]]):
 
 
 class NativeCalibration:
-    """`trie.Calibration` in C++."""
+    """The bins of all sources, the gain of agreement, and every request's calibrators, in C++."""
 
     def __init__(self, prior: AcceptancePrior | None = None) -> None:
         from specserve_kernels.cpu import drafting
@@ -369,7 +369,7 @@ class CutColumns(NamedTuple):
 
 
 class NativeTrie(BaseTrie):
-    """`trie.Trie` in C++."""
+    """A trie in C++."""
 
     def __init__(
         self,
@@ -520,8 +520,9 @@ class NativeTrie(BaseTrie):
     ) -> WeighedSizes:
         (limits, behind), out = limits_of(asks), BUFFERS
         addresses = limits.buffer_info()[0], behind.buffer_info()[0]
-        given = len(asks), min(most, ROOM), trie.LEAST_VALUE, likely, byref(step), byref(costs)
-        n = self.native.weigh(*addresses, *given, out.plan)
+        given = len(asks), min(most, ROOM), trie.LEAST_VALUE, likely
+        native = byref(step.native), byref(costs.native)
+        n = self.native.weigh(*addresses, *given, *native, out.plan)
         size, gain, seconds, rate, *hoped = out.sizes
         known = Size(int(size), gain, seconds, rate)
         return WeighedSizes(

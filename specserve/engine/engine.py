@@ -217,12 +217,11 @@ class Engine:
                     self.draft_model.keep(item.request, item.draft, path.nodes)
         if self.head is not None:
             self.head.see(scheduled, {s.request.id: p for s, p in zip(sampled, paths, strict=True)})
-        outputs = list[StepOutput]()
         for item in scheduled:
             item.request.num_scored += len(item.scores)
             if not item.is_sampled:
                 item.request.publish()
-                outputs += [prompt_output(item)] if item.scores else []
+        outputs = [prompt_output(s) for s in scheduled if s.scores and not s.is_sampled]
         learnt, speculator = [NO_COUNTS] * len(sampled), self.speculator
         learnt = learnt if speculator is None else speculator.learn(sampled, paths)
         each = [*zip(sampled, paths, learnt, strict=True)]
@@ -350,19 +349,13 @@ class Engine:
             for request in self.requests.values():
                 speculator.begin(request)
 
-    def finish(self, id: int) -> None:
-        """End a running or waiting request and keep its KV in the prefix cache; no effect if it
-        has ended.
-        """
-        if id in self.requests:
-            self.requests[id].publish_end()
-        self.end(id)
-
-    def end(self, id: int) -> None:
-        """Release the blocks of a request that ends, which may have failed."""
+    def finish(self, id: int, has_failed: bool = False) -> None:
+        """End a request, unless it has ended. If it has not failed, its KV stays in the cache."""
         request = self.requests.pop(id, None)
         if request is None:
             return
+        if not has_failed:
+            request.publish_end()
         self.admission.drop(request)
         for model in self.draft_models:
             model.forget(request)
@@ -370,16 +363,15 @@ class Engine:
         if self.speculator is not None:
             self.speculator.forget(id)
         for other in () if request.beams is None else request.beams.requests:
-            self.end(other.id)
+            self.finish(other.id, has_failed=True)
         assert not self.is_idle or self.pool.is_whole, "no request is left, but blocks are in use"
 
     def give_up(self, scheduled: list[ScheduledRequest], error: Exception) -> list[StepOutput]:
         """End the requests of a step that ran out of memory. Any other error is raised again, and
         also this error if another process can continue the requests.
 
-        The requests' blocks are released, with everything that the step wrote. If KV updates
-        failed, blocks of any request may be damaged: all requests end. Blocks in memory are then
-        found no more, nor after an error that is raised: its step may have lost updates.
+        If KV updates failed, blocks of any request may be damaged: all requests end. Blocks in
+        memory are then found no more, nor after an error that is raised.
         """
         requests = [s.request for s in scheduled]
         if self.head is not None:
@@ -409,7 +401,7 @@ class Engine:
 
     def fail(self, request: Request, failure: str, blamed: str = "") -> StepOutput:
         """End a request that cannot continue; `blamed` is the parameter that causes it, if any."""
-        self.end(request.id)
+        self.finish(request.id, has_failed=True)
         at = request.admitted_at
         return StepOutput(request.id, [], "error", False, 0, 0, at, failure=failure, blamed=blamed)
 

@@ -25,7 +25,6 @@ from specserve.speculation.planner import (
     Plan,
     Planner,
     Plans,
-    select,
     tokens_behind,
 )
 from specserve.speculation.recycler import TokenRecycler, accepted_rows
@@ -393,7 +392,8 @@ class AdaptiveSpeculator:
 
     def depth_policy(self, asks: Sequence[RequestCandidates]) -> DraftDepthPolicy:
         """Return the policy for running levels of models in this step, after other sources."""
-        values = select(asks, self.scheduler.draft_rows).values
+        [first, *_] = asks
+        values = first.trie.select(asks, self.scheduler.draft_rows).values
         return DraftDepthPolicy(self.planner.costs, self.step, values)
 
     def grow_by(

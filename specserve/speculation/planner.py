@@ -10,11 +10,8 @@ part of a step's time. Trials of sources that do not pay have a budget. Accounts
 
 import weakref
 from array import array
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from ctypes import byref
-from itertools import accumulate
-from math import inf
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,8 +22,6 @@ from specserve.speculation.constants import (
     COLD,
     EXPLORATION,
     FADE,
-    FEW,
-    FINE,
     FREE,
     FREE_ESTIMATES,
     HOPED,
@@ -41,20 +36,18 @@ from specserve.speculation.constants import (
     SCOPE_RATE,
     SEEM_FREE,
 )
-from specserve.speculation.costs import Step, StepCosts, prefill_value
+from specserve.speculation.costs import Step, StepCosts
 from specserve_drafters.base import make_calibration
 from specserve_drafters.candidates import (
     MAX_NODES,
     ChosenDraft,
     Selection,
     Size,
-    WeighedSizes,
 )
 from specserve_drafters.trie import (
     CHILDREN_BY,
     AcceptancePrior,
     BinCounts,
-    Calibration,
     RequestCandidates,
 )
 from specserve_kernels.cpu import BuildError
@@ -114,11 +107,6 @@ class ExplorationSchedule:
         self.waits.pop(key, None)
 
 
-def select(asks: Sequence[RequestCandidates], most: int) -> Selection:
-    """Select up to `most` draft tokens, see `BaseTrie.select`."""
-    return asks[0].trie.select(asks, most) if asks else Selection.of([])
-
-
 def choose(
     asks: Sequence[RequestCandidates],
     step: Step,
@@ -130,9 +118,10 @@ def choose(
 
     If rows of unknown cost may be better, is_tried(rows) decides.
     """
-    trie, native = asks[0].trie if asks else None, (step.native, costs.native)
-    weighed = None if trie is None else trie.weigh(asks, most, LEAST_EXPECTED, *native)
-    found, known, hoped, is_cut = weighed or weigh(asks, step, costs, most)
+    if not asks:
+        return Plan(Selection.of([]), 0, step.rows, step.num_roots, step.spent + costs.of(step))
+    weighed = asks[0].trie.weigh(asks, most, LEAST_EXPECTED, step, costs)
+    found, known, hoped, is_cut = weighed
     best, rival = known, None
     if known.size and costs.is_stale(step.rows):
         plain = costs.of(step)
@@ -145,50 +134,6 @@ def choose(
         best, rival, is_cut = hoped, step.kept * known.rate, False
     tokens = step.num_roots + step.kept * best.gain
     return Plan(found, best.size, step.rows + best.size, tokens, best.seconds, rival, is_cut)
-
-
-def weigh(
-    asks: Sequence[RequestCandidates], step: Step, costs: StepCosts, most: int
-) -> WeighedSizes:
-    """Select draft tokens, and find the best number of them. Tries in C++ do the same.
-
-    Only right edges of row buckets, and all tokens, are compared: rows up to an edge are free. A
-    step that exceeds the allowed time gets none.
-    """
-    found = select(asks, most)
-    num, sums = len(found.values), [*accumulate(found.values, initial=0.0)]
-    first, last = bisect_right(costs.edges, step.rows), len(costs.edges)
-    last = bisect_left(costs.edges, step.rows + num, hi=last)
-    sizes = [0, *(edge - step.rows for edge in costs.edges[first:last])]
-    if step.rows >= FINE:
-        sizes += [size for size in FEW if size < num]
-    if num:
-        sizes.append(num)
-    gains = [sums[size] for size in sizes]
-    known = best_of(step, sizes, gains, costs, is_hopeful=False)
-    if costs.are_known(step, sizes):
-        return WeighedSizes(found, known, known)
-    return WeighedSizes(found, known, best_of(step, sizes, gains, costs, is_hopeful=True))
-
-
-def best_of(
-    step: Step, sizes: Sequence[int], gains: Sequence[float], costs: StepCosts, is_hopeful: bool
-) -> Size:
-    """Return the size with the highest rate; `gains` holds each size's expected draft tokens."""
-    spent, worth, allowed = step.spent, 0.0, inf
-    tokens = [step.root_tokens + gain for gain in gains]
-    none = costs.of(step, 0, is_hopeful)  # exactly: of several sizes, it may differ by rounding
-    each_size = none, *costs.of_each(step, sizes[1:], is_hopeful)
-    takes = [spent + seconds for seconds in each_size]
-    if step.prompt_rows or step.allowed < inf:
-        roots = costs.of(step.without_prompts, 0, is_hopeful)
-        allowed = step.allowed_with_draft(roots)
-        if step.prompt_rows and step.num_roots:
-            worth = prefill_value(none - roots, tokens, takes)
-    each = zip(tokens, takes, strict=True)
-    rates = [(t + worth) / s if s <= allowed else 0.0 for t, s in each]
-    best = rates.index(max(rates))  # no draft token, if nothing is allowed
-    return Size(sizes[best], gains[best], takes[best], tokens[best] / takes[best])
 
 
 def tokens_behind(target: float, since_first: float, num_output: int, seconds: float) -> float:
@@ -434,7 +379,7 @@ class AcceptanceStats:
         """Consider sources in the next step."""
         self.native.expect_more(self.handle)
 
-    def calibration(self, temperature: float) -> Calibration:
+    def calibration(self, temperature: float) -> Any:
         """Return the calibration of a request with this temperature."""
         return self.calibrations[temperature > 0]
 

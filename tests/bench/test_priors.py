@@ -3,14 +3,10 @@
 import pytest
 
 from specserve_bench import priors
-from specserve_drafters.base import SOURCES, make_calibration
-from specserve_drafters.trie import (
-    KNOWN_WEIGHT,
-    NUM_BINS,
-    BinCounts,
-    Calibration,
-    shipped_prior,
-)
+from specserve_drafters.base import SOURCES
+from specserve_drafters.native import NativeCalibration
+from specserve_drafters.trie import KNOWN_WEIGHT, NUM_BINS, BinCounts, shipped_prior
+from tests.drafters.oracle_trie import Calibration
 
 
 def test_each_model_counts_equally():
@@ -33,7 +29,7 @@ def test_the_shipped_file_has_the_usual_sources():
         assert all(0 <= bin.hits <= bin.tries * 1.001 for bin in bins)
 
 
-@pytest.mark.parametrize("make", [Calibration, make_calibration])
+@pytest.mark.parametrize("make", [Calibration, NativeCalibration])
 def test_a_scope_begins_with_it_and_learns_on(make):
     calibration, plain = make(shipped_prior()), make()
     tries = [c.trie(0) for c in (calibration, plain)]

@@ -13,14 +13,9 @@ from specserve.engine import build
 from specserve.errors import ConfigError
 from specserve_drafters.base import DEFAULT_SCOPE
 from specserve_drafters.candidates import ROOT
-from specserve_drafters.trie import (
-    KNOWN_WEIGHT,
-    NUM_BINS,
-    BinCounts,
-    Calibration,
-    shipped_prior,
-)
+from specserve_drafters.trie import KNOWN_WEIGHT, NUM_BINS, BinCounts, shipped_prior
 from tests.checkpoints import tiny_checkpoint, tiny_tokenizer
+from tests.drafters.oracle_trie import Calibration
 from tests.engine.engines import ask_always
 
 TEXT = "the cat sat on the mat and " * 6

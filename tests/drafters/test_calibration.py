@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specserve_drafters import ROOT
-from specserve_drafters.trie import LEAST, MOST, WORTH, Calibration, Trie
+from specserve_drafters.trie import LEAST, MOST, WORTH
+from tests.drafters.oracle_trie import Calibration, Trie
 
 
 def learn(calibration, steps, right, score=0.6, depth=1, id=0, seed=0, source="a"):

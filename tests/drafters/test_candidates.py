@@ -6,18 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve.speculation.planner import select
 from specserve_drafters import ROOT, Draft
 from specserve_drafters.candidates import Candidate, checked, of_draft
-from specserve_drafters.trie import (
-    LEAST,
-    UNSCORED,
-    WORTH,
-    Calibration,
-    RequestCandidates,
-    Trie,
-    most_urgent,
-)
+from specserve_drafters.trie import LEAST, UNSCORED, WORTH, RequestCandidates
+from tests.drafters.oracle_trie import Calibration, Trie, best, most_urgent
 from tests.drafters.paths import path_value
 
 
@@ -33,11 +25,11 @@ def merged(*lists):
 
 
 def likeliest(asks, most):
-    return [*zip(*select(asks, most), strict=True)]
+    return [*zip(*best(asks, most), strict=True)]
 
 
 def cut(trie, limit):
-    return trie.draft(select([RequestCandidates(trie, limit)], limit).nodes).draft
+    return trie.draft(trie.select([RequestCandidates(trie, limit)], limit).nodes).draft
 
 
 def path(candidates, k):

@@ -6,7 +6,8 @@ import pytest
 from specserve_drafters.candidates import ROOT, Candidate
 from specserve_drafters.grammar import GrammarSource
 from specserve_drafters.model_source import ModelSource, RequestTrie
-from specserve_drafters.trie import DROPPED, Calibration, Trie
+from specserve_drafters.trie import DROPPED
+from tests.drafters.oracle_trie import Calibration, Trie
 from tests.drafters.test_model import Script, ask, paths
 from tests.drafters.test_model_source import EveryLevel
 

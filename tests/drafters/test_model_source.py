@@ -4,7 +4,7 @@ import pytest
 
 from specserve_drafters.candidates import ROOT, Candidate
 from specserve_drafters.model_source import ModelSource, RequestTrie
-from specserve_drafters.trie import Calibration, Trie
+from tests.drafters.oracle_trie import Calibration, Trie
 from tests.drafters.paths import path_value
 from tests.drafters.test_model import Script, ask
 

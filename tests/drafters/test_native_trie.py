@@ -8,17 +8,10 @@ from math import log, nan
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve.speculation.planner import select
-from specserve_drafters.base import make_calibration
 from specserve_drafters.candidates import MAX_NODES, ROOT, Candidate, CandidateColumns
 from specserve_drafters.native import NativeCalibration
-from specserve_drafters.trie import (
-    DROPPED,
-    BinCounts,
-    Calibration,
-    RequestCandidates,
-)
-from specserve_kernels.cpu import BuildError, build
+from specserve_drafters.trie import DROPPED, BinCounts, RequestCandidates
+from tests.drafters.oracle_trie import Calibration
 from tests.drafters.test_grammar import Texts
 
 SOURCES = "a", "b", "model"
@@ -97,16 +90,14 @@ def test_both_select_and_learn_the_same_whatever_is_proposed(steps):
         for id, event in enumerate(requests):
             tries.append([c.trie(id, event["rules"], event["num_ids"]) for c in both])
             grown(tries[-1], event)
-        found = same(
-            select(
-                [
-                    RequestCandidates(pair[form], e["limit"], e["depth"], e["behind"])
-                    for pair, e in zip(tries, requests, strict=True)
-                ],
-                most,
-            )
+        asks = [
+            [
+                RequestCandidates(pair[form], e["limit"], e["depth"], e["behind"])
+                for pair, e in zip(tries, requests, strict=True)
+            ]
             for form in (0, 1)
-        )
+        ]
+        found = same(own[0].trie.select(own, most) for own in asks)
         chosen = found.by_request(len(found.nodes), len(requests))
         for pair, nodes, event in zip(tries, chosen, requests, strict=True):
             drafted = [trie.draft(nodes) for trie in pair]
@@ -160,15 +151,6 @@ def test_a_trie_is_usable_after_its_request_was_forgotten():
     trie.merge([Candidate(5, 0, 0.5, "a")])
     calibration.forget(3)
     assert trie.observe([5]) == 1 and calibration.counts()["a"][0].hits == 1
-
-
-def test_without_a_library_tries_are_in_python(monkeypatch):
-    def missing():
-        raise BuildError("there is no compiler")
-
-    assert isinstance(make_calibration(), NativeCalibration)
-    monkeypatch.setattr(build, "library", missing)
-    assert isinstance(make_calibration(PRIOR), Calibration)
 
 
 def test_many_sources_share_bits():

@@ -13,7 +13,8 @@ from specserve.speculation.draft_depth import DraftDepthPolicy
 from specserve.speculation.planner import ExplorationSchedule, Planner, choose, tokens_behind
 from specserve_drafters import ROOT
 from specserve_drafters.native import NativeCalibration
-from specserve_drafters.trie import Calibration, RequestCandidates, Trie
+from specserve_drafters.trie import RequestCandidates
+from tests.drafters.oracle_trie import Calibration, Trie
 from tests.drafters.paths import path_value
 
 

@@ -16,8 +16,8 @@ from specserve.speculation.constants import (
     REINVESTED,
     SCOPE_RATE,
 )
-from specserve_drafters.base import make_calibration
-from specserve_drafters.trie import AcceptancePrior, Calibration
+from specserve_drafters.trie import AcceptancePrior
+from tests.drafters.oracle_trie import Calibration
 
 
 class SavedShare:
@@ -218,7 +218,7 @@ class OracleStats:
         that estimate what they save.
         """
         # Of greedy and of sampled requests: draft tokens are right less often in sampled texts.
-        self.calibrations = make_calibration(prior), make_calibration(prior)
+        self.calibrations = Calibration(prior), Calibration(prior)
         # Share of the expected draft tokens of both that were accepted: plans prefer tokens whose
         # probability is estimated too high.
         self.kept = Trust(SCOPE_RATE, *KEPT), Trust(SCOPE_RATE, *KEPT)

@@ -20,8 +20,9 @@ from specserve_drafters.base import DraftSource
 from specserve_drafters.candidates import Candidate
 from specserve_drafters.native import NativeSource, ngram_source
 from specserve_drafters.tenants import DEFAULT_SCOPE
-from specserve_drafters.trie import Calibration, RequestCandidates, Trie
+from specserve_drafters.trie import RequestCandidates
 from tests.checkpoints import tiny_checkpoint, tiny_tokenizer
+from tests.drafters.oracle_trie import Calibration, Trie
 from tests.engine.clock import Clock
 from tests.engine.engines import (
     Case,

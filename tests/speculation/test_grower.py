@@ -5,8 +5,9 @@ import pytest
 from specserve.models.eagle_head import load_eagle_head
 from specserve.speculation.verify import DraftSources
 from specserve_drafters.candidates import ROOT, Candidate, Draft
-from specserve_drafters.trie import CHILDREN_BY, FINDS, Calibration, Trie
+from specserve_drafters.trie import CHILDREN_BY, FINDS
 from tests.checkpoints import tiny_checkpoint
+from tests.drafters.oracle_trie import Calibration, Trie
 from tests.engine.clock import Clock
 from tests.engine.engines import Case, Watch, engine_for, load_small
 from tests.models.eagle_heads import write_head

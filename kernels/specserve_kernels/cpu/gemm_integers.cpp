@@ -113,7 +113,7 @@ template <class Source> struct IntegerMultiplier {
   static inline thread_local Scratch<char> word_memory;
 
   const Maps& maps;
-  IntegerShape shape;
+  IntegerShape shape, decoded_shape = shape.decoded();
   Linear a = maps.each;  // the current map
   int64_t num_groups = shape.num_groups, panel_bytes = shape.panel_bytes();
   int64_t row_bytes = num_groups * (shape.padded() + sizeof(RowGroup));
@@ -227,22 +227,44 @@ template <class Source> struct IntegerMultiplier {
   }
 
   void multiply(Range panels, const char* next) {
-    for (int64_t p = panels.begin; p < panels.end; p++) multiply_panel(p, panel(panels.end), next);
+    for (int64_t p = panels.begin; p < panels.end; p++) multiply_panel(p, panels.end, next);
   }
-  void multiply_panel(int64_t p, const char* behind, const char* next) {
+  void multiply_panel(int64_t p, int64_t panels_end, const char* next) {
     alignas(64) float totals[MAX_BLOCK * COLUMNS];
-    IntegerPart part = part_of(p, behind, next, totals);
-    Words words = decodes(slab) ? decode(part, shape.words()) : shape.words();
-    for (int64_t b = 0; b < num_blocks(slab); b++) {
+    IntegerPart part = part_of(shape, panel(p), totals);
+    part.behind = panel(panels_end);
+    part.next = next;
+    const char* following = p + 1 < panels_end ? panel(p + 1) : next;
+    Words words = shape.words();
+    if (decodes(slab)) {
+      char* to = word_memory.at_least(decoded_shape.panel_bytes());
+      Path::decode(part, words, to);
+      multiply_blocks(part_of(decoded_shape, to, totals), words == NIBBLES ? DECODED : BYTES, p,
+                      following);
+    } else {
+      multiply_blocks(part, words, p, num_blocks(slab) > 1 ? following : nullptr);
+    }
+  }
+  // Multiply all blocks of rows. `following`: the panel that they prefetch, or null.
+  void multiply_blocks(IntegerPart part, Words words, int64_t p, const char* following) {
+    int64_t blocks = num_blocks(slab);
+    if (following) part.next = following;
+    part.next_bytes = panel_bytes / num_groups;
+    for (int64_t b = 0; b < blocks; b++) {
       Range of = block(slab, b);
+      if (following) part.spread = lines_of(part.next_bytes, b, blocks);
       part.num_rows = of.end - of.begin;
       part.codes_bytes = part.num_rows * shape.padded();
       part.codes = codes_of(of);
       part.groups = groups_of(of);
       multiply_block(part, words, part.num_rows, uses_tiles(slab.end - slab.begin));
-      part.next = nullptr;
-      finish<Source>(a, totals, p, of);
+      finish<Source>(a, part.totals, p, of);
     }
+  }
+  // The cache lines of a group that one of several blocks prefetches.
+  static Range lines_of(int64_t bytes, int64_t b, int64_t blocks) {
+    int64_t lines = divide_up(bytes, 64);
+    return {lines * b / blocks * 64, lines * (b + 1) / blocks * 64};
   }
   // Tiles multiply unsigned codes. The results are those of vectors.
   static bool uses_tiles([[maybe_unused]] int64_t rows) {
@@ -258,25 +280,16 @@ template <class Source> struct IntegerMultiplier {
 #endif
     Path::multiply(part, words, rows);
   }
-  // Decode a panel's codes for all blocks of rows.
-  Words decode(IntegerPart& part, Words words) {
-    char* to = word_memory.at_least(num_groups * part.decoded_bytes);
-    Path::decode(part, words, to);
-    part.decoded = to;
-    part.next = nullptr;
-    return words == NIBBLES ? DECODED : BYTES;
-  }
-  IntegerPart part_of(int64_t p, const char* behind, const char* next, float* totals) const {
+  IntegerPart part_of(const IntegerShape& shape, const char* panel, float* totals) const {
     return {.shape = shape,
             .codes = nullptr,
             .groups = nullptr,
             .codes_bytes = 0,
             .num_rows = 0,
-            .panel = panel(p),
-            .decoded = nullptr,
+            .panel = panel,
             .table = shape.has_table ? (const char*)a.packed + shape.table_at() : nullptr,
-            .behind = behind,
-            .next = next,
+            .behind = nullptr,
+            .next = nullptr,
             .totals = totals};
   }
 };

@@ -25,6 +25,7 @@
 #include "gemm.h"
 #include "numbers.h"
 #include "row_codes.h"
+#include "team.h"
 
 constexpr int64_t QUAD = 4;  // values per word of a row
 
@@ -63,6 +64,10 @@ struct IntegerShape {
   constexpr int64_t panel_bytes() const { return num_groups / block_groups * block_bytes(); }
   constexpr int64_t table_at() const { return num_panels() * panel_bytes(); }
   constexpr int64_t packed_bytes() const { return table_at() + has_table * 64; }
+  // Return the shape of a decoded panel.
+  constexpr IntegerShape decoded() const {
+    return {N, K, 8, group, has_zeros, has_offsets, false, is_gated, zero, SINGLES};
+  }
   constexpr int64_t padded() const { return quads * QUAD; }  // values of a group
   // Return the stored number that stands for 0 if there are no zeros.
   constexpr int middle() const { return bits < 8 && !has_table ? zero : BYTE_ZERO; }
@@ -76,17 +81,18 @@ struct IntegerPart {
   const RowGroup* groups;  // of the first group: [rows]
   int64_t codes_bytes, num_rows;  // between groups: bytes of `codes`, elements of `groups`
   const char* panel;
-  const char* decoded;   // of the first group, or null
   const char* table;
   const char* behind;    // end of the panels that are multiplied now
   const char* next;      // the panels after them; null: nothing is prefetched
   float* totals;         // [rows][32]
+  Range spread{0, 0};    // bytes of each group of `next` to prefetch; empty: see IntegerVectors
+  int64_t next_bytes = 0;  // of a group of `next`, if `spread` is not empty
 
   int64_t num_groups = shape.num_groups, quads = shape.quads;
   int64_t code_bytes = shape.code_bytes(), border_bytes = shape.border_bytes();
   int64_t block_groups = shape.block_groups, block_bytes = shape.block_bytes();
   int64_t group_bytes = block_bytes / block_groups;  // with a part of the border
-  int64_t lower_bytes = shape.lower_bytes(), decoded_bytes = shape.quads * COLUMNS * 4;
+  int64_t lower_bytes = shape.lower_bytes();
   int64_t counts_at = shape.counts_at(), zeros_at = shape.zeros_at();
   Scaling scaling = Scaling(shape.scaling);
   bool has_offsets = shape.has_offsets, has_zeros = shape.has_zeros;
@@ -193,18 +199,25 @@ struct IntegerVectors {
     }
   }
   // Prefetch what follows a group at a distance, into L2: L1 has buffers for fewer misses. Every
-  // group prefetches a part of the border, because a burst of misses stalls. Inlined, because GCC
-  // drops calls of a function that only prefetches.
-  static INLINE void prefetch(const IntegerPart& part, const GroupPlace& at) {
+  // group prefetches a part of the border, because a burst of misses stalls. Several blocks of rows
+  // prefetch a part of the next panel each, because the first one would wait for memory. Inlined,
+  // because GCC drops calls of a function that only prefetches.
+  static INLINE void prefetch(const IntegerPart& part, int64_t g) {
     if (!part.next) return;
-    const char* from = at.border + at.index * part.group_bytes + AHEAD;
+    if (part.spread.end > 0) {
+      const char* from = part.next + g * part.next_bytes;
+      for (int64_t byte = part.spread.begin; byte < part.spread.end; byte += 64)
+        __builtin_prefetch(from + byte, 0, 2);
+      return;
+    }
+    const char* from = part.panel + g * part.group_bytes + AHEAD;
     if (from >= part.behind) from = part.next + (from - part.behind);
 #pragma GCC unroll 10
     for (int64_t byte = 0; byte < part.group_bytes; byte += 64)
       __builtin_prefetch(from + byte, 0, 2);
   }
 
-  // Decode a panel's codes to words of one byte each, [groups][quads][32].
+  // Decode a panel to the layout of 8-bit codes with scales that are SINGLES.
   static void decode(const IntegerPart& part, Words words, char* to) {
     switch (words) {
       case FIVES: return decode_as<FIVES>(part, to);
@@ -230,7 +243,8 @@ struct IntegerVectors {
     rw table = table_of(part);
     GroupPlace at(part);
     for (int64_t g = 0; g < part.num_groups; g++, at.next(part)) {
-      prefetch(part, at);
+      prefetch(part, g);
+      to = decode_border(part, at, to);
       for (int64_t pair = 0; pair < part.quads / 2; pair++)
 #pragma GCC unroll 2
         for (int i = 0; i < 2; i++, to += COLUMNS * 4)
@@ -238,6 +252,19 @@ struct IntegerVectors {
           for (int c = 0; c < COLUMNS; c += WORDS)
             store_words(to + c * 4, codes_at<KIND>(at.codes, part.lower_bytes, pair, i, c, table));
     }
+  }
+  static char* decode_border(const IntegerPart& part, const GroupPlace& at, char* to) {
+    constexpr int ARRAY = COLUMNS * sizeof(float);
+#pragma GCC unroll 8
+    for (int c = 0; c < COLUMNS; c += WORDS) {
+      BorderNumbers x = numbers_of(part, at, c);
+      store_words(to + c * 4, (rw)x.scale);
+      if (part.has_offsets) store_words(to + ARRAY + c * 4, (rw)x.offset);
+    }
+    to += ARRAY * (1 + part.has_offsets);
+    if (!part.has_zeros) return to;
+    memcpy(to, at.border + part.zeros_at, COLUMNS * sizeof(int16_t));
+    return to + COLUMNS * sizeof(int16_t);
   }
   // Load the codes of four values, the first (i = 0) or last of eight, in WORDS columns. Those of
   // upper bits begin `upper` bytes after a group's codes.
@@ -266,15 +293,16 @@ struct IntegerVectors {
       if (block_of<KIND, ROWS, PRODUCTS>(part) || block_of<KIND, ROWS, HALVES>(part) ||
           block_of<KIND, ROWS, BF16S>(part))
         return;
+    if constexpr (!are_split(KIND))
+      if (block_of<KIND, ROWS, SINGLES>(part)) return;
     all_columns<KIND, ROWS, ANY_FORM>(part);
   }
-  // Multiply by code for a GGUF type's form, if the part has it.
+  // Multiply by code for a GGUF type's form, or for a decoded one, if the part has it.
   template <Words KIND, int ROWS, Scaling SCALING>
   static INLINE bool block_of(const IntegerPart& part) {
     constexpr int64_t USUAL = usual_quads(KIND);
-    if (part.scaling != SCALING || part.quads != USUAL || part.has_zeros || part.decoded)
-      return false;
-    if constexpr (KIND != BYTES && KIND != INDICES)
+    if (part.scaling != SCALING || part.quads != USUAL || part.has_zeros) return false;
+    if constexpr (SCALING == SINGLES || KIND != BYTES && KIND != INDICES)
       if (part.has_offsets) {
         all_columns<KIND, ROWS, GroupForm{USUAL, SCALING, true}>(part);
         return true;
@@ -314,12 +342,11 @@ struct IntegerVectors {
     rw table = table_of(part);
     GroupPlace at(part);
     for (int64_t g = 0; g < part.num_groups; g++, at.next(part)) {
-      if (column == 0) prefetch(part, at);
+      if (column == 0) prefetch(part, g);
       ri sums[ROWS][V];
       each<ROWS, V>(
           [&](int r, int v) { sums[r][v] = broadcast_integer(part.row(r, g).start); });
-      const char* codes = part.decoded ? part.decoded + g * part.decoded_bytes : at.codes;
-      add_group<KIND>(part, g, codes, QUADS ? QUADS : part.quads, column, table, sums);
+      add_group<KIND>(part, g, at.codes, QUADS ? QUADS : part.quads, column, table, sums);
 #pragma GCC unroll 8
       for (int v = 0; v < V; v++) {
         BorderNumbers x = numbers_of(part, at, column + v * WORDS);

@@ -49,9 +49,9 @@ struct IntegerTiles {
     memset(part.totals, 0, rows * COLUMNS * sizeof(float));
     GroupPlace at(part);
     for (int64_t g = 0; g < part.num_groups; g++, at.next(part)) {
-      IntegerVectors::prefetch(part, at);
+      IntegerVectors::prefetch(part, g);
       const int8_t* x = part.codes + g * part.codes_bytes;
-      const char* words = part.decoded ? part.decoded + g * part.decoded_bytes : at.codes;
+      const char* words = at.codes;
       zero_tile(0);
       zero_tile(1);
       if constexpr (HAS_SECOND) {
