@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from specserve.speculation.constants import KNOWN, STALE, WINDOW
 from specserve.speculation.costs import KnownCosts, Sample, Step, StepCosts, edges
+from tests.speculation.oracle_costs import OracleCosts
 
 
 def true_seconds(rows, context=0, requests=1):
@@ -375,7 +376,7 @@ def test_each_row_of_a_draft_costs_more_at_a_long_context():
 def test_rows_are_priced_by_the_context_that_each_attends_to():
     """A chunk of a short prompt beside a stream of long context attends to little."""
     costs = StepCosts(512)
-    costs.added = [0.0, 1e-7, 0.0]
+    costs.native.per_row = 1e-7
     step = Step(101, 8200, 2, 1, prompt_rows=100, attended=8000 + 100 * 200, root_context=8000)
     assert costs.of(step) - costs.seconds(101, 0, 2) == pytest.approx(1e-7 * 28_000)
     more = costs.of(step, 3) - costs.seconds(104, 0, 2)
@@ -472,7 +473,7 @@ def test_beside_prompts_draft_tokens_add_at_least_what_they_add_without_them():
 
 
 def test_the_fastest_step_of_a_bucket_is_that_of_all_its_samples():
-    costs = StepCosts(64, 1e-6)
+    costs = OracleCosts(64, 1e-6)
     machine = Machine(costs)
     for _ in range(60):
         machine.run(20, contexts=(100, 3000), slowed=machine.random.choice((0.5, 1.0, 1.0)))

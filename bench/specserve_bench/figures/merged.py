@@ -9,11 +9,13 @@ import numpy as np
 
 from specserve import LLM
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
-from specserve.speculation.costs import StepCosts, columns_of
+from specserve.speculation.constants import FINE
+from specserve.speculation.costs import StepCosts
 from specserve_bench.local import Local, reset_learned
 from specserve_bench.report import markdown_table, ratio_words
 from specserve_bench.results import Load, ratio
 from specserve_bench.workloads import Workload, workload
+from specserve_kernels.cpu import drafting
 
 LIMIT = 16  # maximum draft tokens per step
 # The other drafters: the draft model with its own n-grams, also as deep as the tree.
@@ -40,13 +42,15 @@ class RowCosts(StepCosts):
     def __init__(self, price: float, base: float = 1.0) -> None:
         super().__init__(1)
         self.edges = [*range(1, 2 * LIMIT)]
-        each = [base + price * rows for rows in range(2 * LIMIT)]
-        self.by_rows = self.least_by_rows = array("d", each)
-        self.columns = columns_of(self)
-
-    @property
-    def known_edges(self) -> list[bool]:
-        return [True] * len(self.edges)
+        by_rows = array("d", [base + price * rows for rows in range(2 * LIMIT)])
+        edges, known = array("q", self.edges), array("b", [1] * len(self.edges))
+        at, by_edge, few = by_rows.buffer_info()[0], by_rows[1:], self.native.few
+        addresses = edges.buffer_info()[0], known.buffer_info()[0], few
+        sizes = len(by_rows) - 1, len(edges), self.native.num_few, FINE
+        added = 0.0, 0.0, 0.0, 1.0
+        self.columns = by_rows, by_edge, edges, known  # they live as long
+        given = at, at, *addresses, *sizes, *added, by_edge.buffer_info()[0]
+        self.use(drafting.CostColumns(*given))
 
     def is_known(self, rows: int) -> bool:
         return True

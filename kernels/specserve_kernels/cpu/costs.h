@@ -1,4 +1,4 @@
-// Estimated seconds of a step, from the measurements of specserve/speculation/costs.py.
+// Estimated seconds of a step. costs.cpp learns them.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -13,6 +13,8 @@ struct Costs {
   const int64_t* few;  // sizes that steps of at least `fine` rows compare besides the edges
   int64_t last_row, num_edges, num_few, fine;
   double per_token, per_row, per_request, slowdown;
+  const double* by_edge;  // seconds of an edge's rows
+  int64_t num_steps, has_steps;  // measured steps
 };
 
 // A step before its draft tokens are chosen.

@@ -162,7 +162,61 @@ class CostColumns(Structure):
         *((name, c_void_p) for name in ("by_rows", "least_by_rows", "edges", "known", "few")),
         *((name, c_int64) for name in ("last_row", "num_edges", "num_few", "fine")),
         *((name, c_double) for name in ("per_token", "per_row", "per_request", "slowdown")),
+        ("by_edge", c_void_p),
+        *((name, c_int64) for name in ("num_steps", "has_steps")),
     ]
+
+
+class CostSettings(Structure):
+    """The constants that costs.cpp uses."""
+
+    _fields_ = [
+        *((name, c_double) for name in ("first_seconds", "least_seconds", "ridge", "hoped")),
+        *((name, c_double) for name in ("hope", "prior", "least_share", "changed", "wrong")),
+        ("too_high", c_double),
+        *((name, c_int64) for name in ("window", "rank", "known", "recent", "tile", "fine")),
+        *((name, c_int64) for name in ("band", "long_ago", "fit_every", "stale")),
+    ]
+
+
+class CostFunctions(NamedTuple):
+    """C functions of estimated step times."""
+
+    costs: Callable[..., int]  # settings, edges, n, few, n, seconds of a token -> costs
+    free: Callable[[int], None]
+    columns: Callable[[int], int]  # costs -> columns
+    reset: Callable[[int], None]
+    # costs, rows, context, attended, requests, seconds
+    observe: Callable[[int, int, float, float, float, float], None]
+    begin: Callable[[int, int, int], None]  # costs, [n, 5] of edge and sample; n first
+    doubt: Callable[[int], None]
+    points: Callable[[int, int, int | None], int]  # costs, room, out -> number of points
+    is_stale: Callable[[int, int], int]
+    of: Callable[[int, int, float, float, float, bool], float]  # columns, as `observe`, is hopeful
+    of_each: Callable[..., None]  # columns, step, n, sizes, is hopeful, out
+
+
+def cost_functions() -> CostFunctions:
+    """Return the functions. BuildError if there is no library."""
+    return cost_functions_of(build.library())
+
+
+@cache
+def cost_functions_of(library: CDLL) -> CostFunctions:
+    p, n, x = c_void_p, c_int64, c_double
+    return CostFunctions(
+        named(library, "costs", p, p, p, n, p, n, x),
+        named(library, "free_costs", None, p),
+        named(library, "cost_columns", p, p),
+        named(library, "reset_costs", None, p),
+        named(library, "observe_step", None, p, n, x, x, x, x),
+        named(library, "begin_costs", None, p, n, p),
+        named(library, "doubt_costs", None, p),
+        named(library, "cost_points", n, p, n, p),
+        named(library, "is_stale", n, p, n),
+        named(library, "cost_of", x, p, n, x, x, x, n),
+        named(library, "cost_of_each", None, p, p, n, p, n, p),
+    )
 
 
 class StepFields(Structure):
