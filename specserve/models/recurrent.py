@@ -264,9 +264,8 @@ def mamba_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     layer_types is linear_attention, full_attention, hybrid, mlp or moe.
     """
     found = {**fields}
-    for name, other in NEMOTRON_FIELDS.items():
-        if name in found:
-            found.setdefault(other, found[name])
+    if "ssm_state_size" in found:
+        found |= {other: found[name] for name, other in NEMOTRON_FIELDS.items()}
     kinds = mamba_kinds(found)
     found["layer_types"] = [LAYER_KINDS[kind] for kind in kinds]
     if "n_routed_experts" in found:  # Nemotron H; layers of other families all have experts
