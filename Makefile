@@ -85,7 +85,7 @@ real: real-models
 	$(PY) -m pytest -m real tests/real
 
 real-quick: real-models
-	$(PY) -m pytest -m "real and not slow" tests/real
+	$(PY) -m pytest -m "real and not slow" tests/real -n 2 --dist loadfile
 
 # The release gate: every drafter with every parameter, see docs/design.md.
 equivalence: setup

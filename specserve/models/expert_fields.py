@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from specserve.models.config_fields import (
     either,
     flag,
@@ -40,6 +42,8 @@ def parse_mixture(fields: Mapping[str, Any], family: Family, num_layers: int) ->
             f"{style.active_key} = {fields[style.active_key]!r} is not supported for this family, "
             "only 1"
         )
+    if style.corrects is not None and not flag(fields, style.corrects):
+        style = replace(style, correction=None)
     count = natural(fields, style.shared_count) if style.shared_count else 1
     factors = (style.factor, family.keys.residual_scale)
     return Mixture(

@@ -35,6 +35,7 @@ class ExpertStyle(msgspec.Struct, frozen=True, kw_only=True):
     is_sigmoid: bool = False  # scores are sigmoids of the router's logits, else a softmax
     weighs_input: bool = False  # a row has one expert, whose input `Ops.weigh_rows` returns
     correction: str | None = None  # tensor with the router's correction, within the module
+    corrects: str | None = None  # field that is false without the correction; None: no such field
     correction_rank: int = 1  # its dimensions: [E], or [1, E]
     factor: str | None = None  # field with a factor of the weights; None: no factor
     has_biases: bool = False  # router and experts

@@ -179,8 +179,8 @@ def open_reader(
     if config.family.has_split_inputs:
         show_joined_convs(checkpoint)
     # Checkpoints with recurrent layers may have MTP layers that config.json does not name.
-    num_mtp = max(config.num_mtp_layers, config.recurrent is not None)
-    checkpoint.show(without_mtp(checkpoint.files, config.num_layers, num_mtp))
+    numbers = config.num_layers, config.num_mtp_layers
+    checkpoint.show(without_mtp(checkpoint.files, *numbers, config.recurrent is not None))
     if config.num_shared_layers:
         checkpoint.show(without_shared_kv(checkpoint.files, config))
     if config.mixture is not None:

@@ -125,8 +125,12 @@ def place_of_layer(written: Mapping[str, Any]) -> MtpPlace | None:
     return MtpPlace(positive(fields, "num_hidden_layers", MAX_LAYERS), is_described)
 
 
-def without_mtp(files: Mapping[str, T], num_layers: int, number: int) -> dict[str, T]:
-    """A checkpoint's tensors without the `number` MTP layers that config.json describes."""
+def without_mtp(
+    files: Mapping[str, T], num_layers: int, number: int, may_have_more: bool = False
+) -> dict[str, T]:
+    """A checkpoint's tensors without the `number` MTP layers that config.json describes.
+    `may_have_more`: it may have layers of other names that config.json does not describe.
+    """
     behind = [f"model.layers.{num_layers + i}." for i in range(number)]
-    others = (*behind, "mtp.", "model.mtp_layers.") if number else ()
+    others = (*behind, "mtp.", "model.mtp_layers.") if number or may_have_more else ()
     return {name: file for name, file in files.items() if not name.startswith(others)}

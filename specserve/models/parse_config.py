@@ -120,7 +120,6 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         check_short_conv(fields)
         fields = short_conv_fields(fields)
     if family.recurrent == "gated_delta" and fields["layer_types"] is None:
-        positive(fields, "full_attention_interval")
         fields["layer_types"] = gated_delta_kinds(fields, family.ends_attending)
     if family.has_split_inputs:
         fields = olmo_hybrid_fields(fields, written)
@@ -146,10 +145,10 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
     if inner_sizes:
         fields["intermediate_size"] = max(inner_sizes)
     max_positions, rotates = positive(fields, "max_position_embeddings"), named_to_rotate(fields)
-    is_recurrent = recurrent_layers(fields) if family.recurrent != "none" else ()
+    is_recurrent = recurrent_layers(fields, family.recurrent) if family.recurrent != "none" else ()
     if is_recurrent:
         others = {*fields["layer_types"]} - {"mlp", "moe"}
-        if all(kind in RECURRENT_KINDS for kind in others) and "hybrid" not in mixers:
+        if others <= {*RECURRENT_KINDS[family.recurrent]} and "hybrid" not in mixers:
             raise ValueError("layer_types: a model needs at least one layer with attention")
         attends = [
             "full_attention" if x or k in ("mlp", "moe") else k
@@ -265,7 +264,8 @@ def parse_mamba(fields: Mapping[str, Any], family: Family) -> Mamba2:
             f"mamba_hidden_act = {fields['mamba_hidden_act']!r} is not supported, only 'silu'"
         )
     limit = fields.get("time_step_limit")
-    if limit is not None and (len(limit) != 2 or limit[0] or limit[1] not in NO_LIMIT):
+    is_pair = isinstance(limit, list | tuple) and len(limit) == 2
+    if limit is not None and (not is_pair or limit[0] or limit[1] not in NO_LIMIT):
         raise ValueError(f"time_step_limit = {limit!r} is not supported, only [0, Infinity]")
     of_inputs = factors(fields, "ssm_multipliers", 5) or (1.0,) * 5
     scale = optional_number(fields, "ssm_in_multiplier") if "ssm_in_multiplier" in fields else None
@@ -422,9 +422,7 @@ def check_short_conv(fields: Mapping[str, Any]) -> None:
     width = "intermediate_size" if fields.get("block_ff_dim") is None else "block_ff_dim"
     for name in (width, "block_multiple_of"):
         positive(fields, name)
-    factor, attention = fields["block_ffn_dim_multiplier"], fields["full_attn_idxs"]
+    factor = fields["block_ffn_dim_multiplier"]
     is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
     if factor is not None and not (is_number and 0 < factor < MAX_SIZE):
         raise ValueError(f"block_ffn_dim_multiplier = {factor!r:.50} must be a number above 0")
-    if attention is not None and not isinstance(attention, list):
-        raise ValueError(f"full_attn_idxs = {attention!r:.50} must be a list of layers")

@@ -8,8 +8,16 @@ from typing import Any
 
 import msgspec
 
-# Layer types with a state. `hybrid` layers have KV, too.
-RECURRENT_KINDS = ("conv", "linear_attention", "hybrid")
+from specserve.models.config_fields import MAX_LAYERS, is_int, number, positive
+
+# Layer types with a state, by the kind of recurrent layers. `hybrid` layers have KV, too.
+RECURRENT_KINDS = {
+    "short_conv": ("conv",),
+    "gated_delta": ("linear_attention",),
+    "mamba": ("linear_attention", "hybrid"),
+}
+WITH_STATE = tuple(kind for kinds in RECURRENT_KINDS.values() for kind in kinds)
+WITHOUT_STATE = ("full_attention", "sliding_attention", "mlp", "moe")
 MAX_TAPS, MAX_STATE_DIM = 8, 256  # limits of the kernels, in recurrent.cpp
 
 
@@ -111,12 +119,17 @@ class GatedDelta(msgspec.Struct, frozen=True, kw_only=True):
         return rows
 
 
+def layers_of(fields: Mapping[str, Any]) -> int:
+    """The number of layers."""
+    return positive(fields, "num_hidden_layers", MAX_LAYERS)
+
+
 def gated_delta_kinds(fields: Mapping[str, Any], ends_attending: bool) -> list[str]:
     """The layer types of a model that has none in config.json."""
-    every = fields["full_attention_interval"]
+    every = positive(fields, "full_attention_interval")
     kinds = [
         "linear_attention" if (i + 1) % every else "full_attention"
-        for i in range(fields["num_hidden_layers"])
+        for i in range(layers_of(fields))
     ]
     if ends_attending and "full_attention" not in kinds:
         kinds[-1] = "full_attention"
@@ -127,22 +140,21 @@ def olmo_hybrid_fields(fields: Mapping[str, Any], written: Mapping[str, Any]) ->
     """The fields of an OLMo hybrid, with the defaults that depend on other fields. `written`: those
     in config.json, whose null in RoPE parameters turns RoPE off.
     """
-    found, heads = {**fields}, fields["num_attention_heads"]
+    found, heads = {**fields}, positive(fields, "num_attention_heads")
     for name in ("linear_num_key_heads", "linear_num_value_heads"):
         found[name] = heads if found[name] is None else found[name]
     if found["linear_key_head_dim"] is None:
-        found["linear_key_head_dim"] = (
-            3 * found["hidden_size"] // (4 * found["linear_num_key_heads"])
-        )
+        hidden, key_heads = (positive(found, x) for x in ("hidden_size", "linear_num_key_heads"))
+        found["linear_key_head_dim"] = 3 * hidden // (4 * key_heads)
     if found["linear_value_head_dim"] is None:
-        found["linear_value_head_dim"] = 2 * found["linear_key_head_dim"]
+        found["linear_value_head_dim"] = 2 * positive(found, "linear_key_head_dim")
     rope = written.get("rope_parameters", {})
     names = "rope_type", "rope_theta"
     is_off = rope is None and written.get("rope_theta") is None and not written.get("rope_scaling")
     if isinstance(rope, dict):
         is_off = any(name in rope and rope[name] is None for name in names)
     if is_off:
-        found["rope_parameters"], found["no_rope_layers"] = None, [0] * found["num_hidden_layers"]
+        found["rope_parameters"], found["no_rope_layers"] = None, [0] * layers_of(found)
     return found
 
 
@@ -160,10 +172,9 @@ def short_conv_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     if "num_dense_layers" in found:
         found["first_k_dense_replace"] = found["num_dense_layers"]
     if found["layer_types"] is None and found["full_attn_idxs"] is not None:
-        attention = found["full_attn_idxs"]
+        attention = indices(found, "full_attn_idxs")
         found["layer_types"] = [
-            "full_attention" if i in attention else "conv"
-            for i in range(found["num_hidden_layers"])
+            "full_attention" if i in attention else "conv" for i in range(layers_of(found))
         ]
     if found["block_auto_adjust_ff_dim"]:
         width, factor = int(2 * found["intermediate_size"] / 3), found["block_ffn_dim_multiplier"]
@@ -253,12 +264,9 @@ def mamba_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     layer_types is linear_attention, full_attention, hybrid, mlp or moe.
     """
     found = {**fields}
-    for name, other in NEMOTRON_FIELDS.items():
-        if name in found:
-            found.setdefault(other, found[name])
+    if "ssm_state_size" in found:
+        found |= {other: found[name] for name, other in NEMOTRON_FIELDS.items()}
     kinds = mamba_kinds(found)
-    if unknown := [kind for kind in kinds if kind not in LAYER_KINDS]:
-        raise ValueError(f"layer type {unknown[0]!r} is not supported")
     found["layer_types"] = [LAYER_KINDS[kind] for kind in kinds]
     if "n_routed_experts" in found:  # Nemotron H; layers of other families all have experts
         found["moe_layers"] = [i for i, kind in enumerate(found["layer_types"]) if kind == "moe"]
@@ -269,32 +277,62 @@ def mamba_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         found["partial_rotary_factor"] = 0.5  # Bamba's, whatever the config says
     if found.get("num_local_experts") == 0:  # Granite's dense models
         found["intermediate_size"] = found["shared_intermediate_size"]
-    width = found.get("mamba_d_ssm")
-    if width is None and "mamba_expand" in found:
-        width = found["mamba_expand"] * found["hidden_size"]
-    if found["mamba_d_head"] in (None, "auto"):
-        found["mamba_d_head"] = width // found["mamba_n_heads"]
-    elif width is not None and found["mamba_n_heads"] * found["mamba_d_head"] != width:
+    width, heads = mamba_width(found), positive(found, "mamba_n_heads")
+    if width is not None and found["mamba_d_head"] in (None, "auto"):
+        found["mamba_d_head"] = width // heads
+    size = positive(found, "mamba_d_head", MAX_STATE_DIM)
+    if width is not None and heads * size != width:
         raise ValueError(
-            f"mamba_n_heads = {found['mamba_n_heads']} times mamba_d_head = "
-            f"{found['mamba_d_head']} must be the width of the layer, {width}"
+            f"mamba_n_heads = {heads} times mamba_d_head = {size} must be the width of the layer, "
+            f"{width}"
         )
     return found
+
+
+def mamba_width(fields: Mapping[str, Any]) -> int | None:
+    """The width of a layer with Mamba-2; None: its heads determine it."""
+    if fields.get("mamba_d_ssm") is not None:
+        return positive(fields, "mamba_d_ssm")
+    if "mamba_expand" not in fields:
+        return None
+    return round(number(fields, "mamba_expand") * positive(fields, "hidden_size"))
 
 
 def mamba_kinds(fields: Mapping[str, Any]) -> list[str]:
     """The names of the layer types in a config."""
     for name in ("layers_block_type", "layer_types", "hybrid_override_pattern"):
-        if fields.get(name):
-            return [*fields[name]]
-    number = fields["num_hidden_layers"]
+        kinds = fields.get(name)
+        if kinds:
+            if not isinstance(kinds, list | str):
+                raise ValueError(f"{name} = {kinds!r:.50} must be a list with a type per layer")
+            if unknown := [x for x in kinds if not isinstance(x, str) or x not in LAYER_KINDS]:
+                raise ValueError(f"{name}: the layer type {unknown[0]!r:.50} is not supported")
+            return [*kinds]
     if "mamba_d_ssm" in fields:
-        return ["hybrid"] * number
-    attention = fields.get("attn_layer_indices") or ()
-    return ["full_attention" if i in attention else "linear_attention" for i in range(number)]
+        return ["hybrid"] * layers_of(fields)
+    attention = indices(fields, "attn_layer_indices")
+    every = range(layers_of(fields))
+    return ["full_attention" if i in attention else "linear_attention" for i in every]
 
 
-def recurrent_layers(fields: Mapping[str, Any]) -> tuple[bool, ...]:
-    """By layer: whether it is recurrent."""
-    kinds = fields["layer_types"]
-    return tuple(kind in RECURRENT_KINDS for kind in kinds) if isinstance(kinds, list) else ()
+def indices(fields: Mapping[str, Any], key: str) -> list[int]:
+    """A list of layers; empty if the config has none."""
+    layers = fields.get(key)
+    if layers is None:
+        return []
+    if not isinstance(layers, list) or not all(map(is_int, layers)):
+        raise ValueError(f"{key} = {layers!r:.50} must be a list of layers")
+    return layers
+
+
+def recurrent_layers(fields: Mapping[str, Any], kind: str) -> tuple[bool, ...]:
+    """By layer: whether it is recurrent. `kind`: of the family's recurrent layers."""
+    kinds, own = fields["layer_types"], RECURRENT_KINDS[kind]
+    if not isinstance(kinds, list):
+        return ()
+    if unknown := [x for x in kinds if x not in (*own, *WITHOUT_STATE)]:
+        raise ValueError(
+            f"layer_types: the layer type {unknown[0]!r:.50} is not supported, only "
+            f"full_attention and {own[0]}"
+        )
+    return tuple(x in own for x in kinds)

@@ -118,6 +118,7 @@ RECURRENT: dict[str, Family] = {
             "num_dense_layers": 2,
             "num_experts_per_tok": 4,
             "routed_scaling_factor": 1.0,
+            "use_expert_bias": True,
         },
         renamed={
             **LFM2.renamed,
@@ -131,6 +132,7 @@ RECURRENT: dict[str, Family] = {
             number=32,
             is_sigmoid=True,
             correction="expert_bias",
+            corrects="use_expert_bias",
             factor="routed_scaling_factor",
             stacked=StackedNames(is_transposed=False),
         ),

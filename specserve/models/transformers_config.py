@@ -17,7 +17,7 @@ from specserve.models.config_fields import MAX_LAYERS, positive
 from specserve.models.decoder_config import Shape
 from specserve.models.multimodal_families import MULTIMODAL
 from specserve.models.parse_config import ARCHITECTURES, head_shape
-from specserve.models.recurrent import RECURRENT_KINDS
+from specserve.models.recurrent import WITH_STATE
 
 FILE, TABLE = "transformers/models/auto/modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 OTHER_NAMES = {  # names of fields in configs of older models
@@ -186,10 +186,9 @@ def stepwise_rope(parameters: Any) -> str | None:
 
 def has_state(written: Mapping[str, Any]) -> bool:
     """Whether config.json has fields or types of recurrent layers."""
-    kinds = written.get("layer_types") or ()
-    return any(kind in RECURRENT_KINDS for kind in kinds) or any(
-        written.get(name) is not None for name in STATES
-    )
+    kinds = written.get("layer_types")
+    has_kind = isinstance(kinds, list) and any(kind in WITH_STATE for kind in kinds)
+    return has_kind or any(written.get(name) is not None for name in STATES)
 
 
 def parse_any(written: dict[str, Any], implementation: str) -> Shape:

@@ -16,7 +16,8 @@ from specserve_bench.report import extremes_words, markdown_table
 from specserve_bench.results import extremes, extremes_over
 from specserve_kernels import Ops, load
 
-SIZES = tuple((context, rows) for context in (512, 8192) for rows in (1, 8, 32))  # of a request
+# Context and rows of a request
+SIZES = *((context, rows) for context in (512, 8192) for rows in (1, 8, 32)), (32768, 1), (32768, 8)
 
 
 def measure(
