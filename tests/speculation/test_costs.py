@@ -29,6 +29,7 @@ def same(costs, oracle):
         for rows in (0, 1, 7, 70, 129, 1000):
             given = rows, 300, 2, is_hopeful
             assert costs.seconds(*given) == close(oracle.seconds(*given), rel=1e-9)
+    assert costs.of_each(step, sizes)[0] == costs.seconds(9, 2000, 3, False, 9000), "exactly"
     for rows in (1, 3, 64, 500):
         assert costs.is_known(rows) == oracle.is_known(rows)
         assert costs.is_stale(rows) == oracle.is_stale(rows)

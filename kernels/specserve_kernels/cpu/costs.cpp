@@ -615,6 +615,6 @@ extern "C" void specserve_cost_of_each(const Costs* costs, const Step* step, int
   double none = times.of(0), roots = plain.of(0);
   for (int64_t i = 0; i < n; i++) {
     out[i] = times.of(sizes[i]);
-    if (has_prompts) out[i] = std::max(out[i], none + plain.of(sizes[i]) - roots);
+    if (has_prompts && sizes[i]) out[i] = std::max(out[i], none + plain.of(sizes[i]) - roots);
   }
 }
