@@ -6,7 +6,7 @@ import torch
 
 from specserve_kernels.codes import Codes
 from specserve_kernels.errors import DeviceError, is_out_of_memory
-from specserve_kernels.ops import HostMemory, ModelForward, Ops, Outputs, Program, run_tensors
+from specserve_kernels.ops import HostMemory, ModelForward, Ops, Outputs, Program
 from specserve_kernels.ranks import Gathering, RankLost, Ranks
 from specserve_kernels.states import (
     DeltaParams,
@@ -76,7 +76,6 @@ __all__ = [
     "is_out_of_memory",
     "load",
     "reserve",
-    "run_tensors",
     "tensor_of",
 ]
 

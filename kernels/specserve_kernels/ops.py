@@ -105,8 +105,9 @@ class Program(Protocol):
         states: StateRows | None,
         also: Sequence[Tensor] = (),
     ) -> Outputs:
-        """Do the same as `run` for a step from token ids, whose tensors need not exist."""
-        ...
+        """Do the same as `run` for a step from token ids; by default, on tensors of its columns."""
+        token_ids, read = tensor_of(columns.token_ids), tensor_of(columns.read)
+        return self.run(columns.rows(adapters, states), token_ids, read, also)
 
     def logits(self, read: Tensor) -> Tensor:
         """Return logits of other rows of the last run, [n, V]; `read` as for `run`."""
@@ -361,29 +362,19 @@ class Ops(Protocol):
     ) -> tuple[Threads, str]: ...
 
 
-def run_tensors(
-    program: Program,
-    columns: StepColumns,
-    adapters: AdapterRows | None,
-    states: StateRows | None,
-    also: Sequence[Tensor],
-) -> Outputs:
-    """Run a step on tensors of its columns."""
-    token_ids, read = tensor_of(columns.token_ids), tensor_of(columns.read)
-    return program.run(columns.rows(adapters, states), token_ids, read, also)
-
-
-class EagerProgram:
+class EagerProgram(Program):
     """Calls the forward in every run. It serves builds without recordings, and tests of other
     programs.
     """
+
+    words: str = "op by op"
 
     def __init__(
         self,
         model: ModelForward,
         kv: KVCache,
         aux_layer_ids: Collection[int] = (),
-        words: str = "op by op",
+        words: str = words,
     ) -> None:
         self.model, self.kv, self.aux_layer_ids, self.words = model, kv, aux_layer_ids, words
         self.residual: Tensor | None = None
@@ -406,15 +397,6 @@ class EagerProgram:
         )
         logits = self.model.logits(self.residual, read) if len(read) else None
         return Outputs(self.residual, logits, aux_hidden_states, also)
-
-    def run_columns(
-        self,
-        columns: StepColumns,
-        adapters: AdapterRows | None,
-        states: StateRows | None,
-        also: Sequence[Tensor] = (),
-    ) -> Outputs:
-        return run_tensors(self, columns, adapters, states, also)
 
     def logits(self, read: Tensor) -> Tensor:
         assert self.residual is not None, "No step has run. Call run first."

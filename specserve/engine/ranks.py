@@ -43,16 +43,12 @@ from specserve.models.shard import Shard
 from specserve.models.source import open_source
 from specserve.version import VERSION
 from specserve_kernels import (
-    AdapterRows,
     Ops,
     Outputs,
     Program,
     RankLost,
     Ranks,
     Rows,
-    StateRows,
-    StepColumns,
-    run_tensors,
 )
 from specserve_kernels.cpu.compiler import source_hash
 from specserve_kernels.ranks import SLOT, shared_memory
@@ -424,7 +420,7 @@ class LeadingSlots:
         self.slots.put(slot, adapter)
 
 
-class LeadingProgram:
+class LeadingProgram(Program):
     """A program of rank 0. All ranks run its forwards."""
 
     def __init__(self, program: Program, followers: Followers) -> None:
@@ -449,15 +445,6 @@ class LeadingProgram:
         outputs = self.program.run(rows, token_ids, read, also)
         self.followers.check()
         return outputs
-
-    def run_columns(
-        self,
-        columns: StepColumns,
-        adapters: AdapterRows | None,
-        states: StateRows | None,
-        also: Sequence[Tensor] = (),
-    ) -> Outputs:
-        return run_tensors(self, columns, adapters, states, also)
 
     def logits(self, read: Tensor) -> Tensor:
         self.followers.send(Logits(bytearray(read.numpy().data)))

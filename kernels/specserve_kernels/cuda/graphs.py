@@ -21,9 +21,8 @@ from torch import Tensor
 from specserve_kernels.cuda.graph_inputs import CudaPlan, GraphInputs
 from specserve_kernels.cuda.staging import Staging
 from specserve_kernels.cuda.top_children import launch_top_children
-from specserve_kernels.ops import EagerProgram, ModelForward, Outputs, run_tensors
-from specserve_kernels.states import StateRows
-from specserve_kernels.types import AdapterRows, KVCache, Rows, SampleParams, StepColumns
+from specserve_kernels.ops import EagerProgram, ModelForward, Outputs, Program
+from specserve_kernels.types import KVCache, Rows, SampleParams
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows of each graph
 STAGED_BYTES = 4 << 20  # bytes for a step's inputs, mostly block numbers
@@ -185,7 +184,7 @@ class ChildGraphs:
         return ChildGraph(draws, *record(launch))
 
 
-class GraphProgram:
+class GraphProgram(Program):
     """Records a forward at the first step of each size in SIZES, then replays it."""
 
     def __init__(
@@ -246,15 +245,6 @@ class GraphProgram:
         aux_hidden_states = {i: aux[:R] for i, aux in recording.aux_hidden_states.items()}
         logits = recording.logits[: len(read)] if len(read) else None
         return Outputs(self.residual, logits, aux_hidden_states, plan.also[2:])
-
-    def run_columns(
-        self,
-        columns: StepColumns,
-        adapters: AdapterRows | None,
-        states: StateRows | None,
-        also: Sequence[Tensor] = (),
-    ) -> Outputs:
-        return run_tensors(self, columns, adapters, states, also)
 
     def logits(self, read: Tensor) -> Tensor:
         assert self.residual is not None, "No step has run. Call run first."
