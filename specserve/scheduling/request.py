@@ -171,11 +171,9 @@ class Request(msgspec.Struct, eq=False):
 
     def finish_reason(self, tokens: Sequence[int]) -> str | None:
         """Return why the output ends with the last of these new tokens; None if it continues."""
-        sampling = self.sampling
-        if tokens[-1] in sampling.stop_ids:
+        if tokens[-1] in self.sampling.stop_ids:
             return "stop"
-        num_output = len(self.token_ids) - self.num_prompt  # as `num_left`, without calls
-        return "length" if num_output + len(tokens) >= sampling.max_tokens else None
+        return "length" if len(tokens) >= self.num_left else None
 
     def no_token(self, failure: int) -> tuple[str, str]:
         """Return why a row has no token, and the parameter that causes it."""
@@ -289,8 +287,7 @@ class ScheduledRequest(msgspec.Struct, eq=False):
         """Return whether the last known token is among the rows: at least one new token follows,
         except in pooling.
         """
-        request = self.request  # as `is_complete`, in one call
-        return self.end == len(request.token_ids) and request.sampling.pooling is None
+        return self.is_complete and self.request.sampling.pooling is None
 
     @property
     def is_pooled(self) -> bool:

@@ -773,8 +773,7 @@ class Scheduler:
         place = 0
         while place < len(self.running):  # the list shrinks from the end
             request = self.running[place]
-            is_due = len(request.token_ids) - request.table.num_computed == 1  # as `is_due`
-            if is_due and self.make_room(request):
+            if request.is_due and self.make_room(request):
                 roots.append(
                     ScheduledRequest(request, request.num_computed, request.num_computed + 1)
                 )
