@@ -20,6 +20,21 @@ typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint32_t vu __attribute__((vector_size(64)));
 typedef uint16_t vh __attribute__((vector_size(32)));
 
+#if defined(__clang__)
+// GCC's shuffles, which clang lacks: lane i is lane at[i] of v, or of a followed by b.
+template <class V, class I> static INLINE V __builtin_shuffle(V v, I at) {
+  V x{};
+  for (int i = 0; i < int(sizeof(V) / sizeof(x[0])); i++) x[i] = v[at[i]];
+  return x;
+}
+template <class V, class I> static INLINE V __builtin_shuffle(V a, V b, I at) {
+  constexpr int N = sizeof(V) / sizeof(V{}[0]);
+  V x{};
+  for (int i = 0; i < N; i++) x[i] = int(at[i]) < N ? a[at[i]] : b[at[i] - N];
+  return x;
+}
+#endif
+
 struct bf16 { uint16_t bits; };
 
 constexpr int LANES = 16;
