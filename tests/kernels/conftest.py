@@ -3,7 +3,15 @@ import torch
 
 from specserve_kernels import cpu
 from specserve_kernels.cpu import ops
-from tests.kernels.levels import ARM, ARM_PARAM, LEVEL_PARAMS, arm_server, running_on
+from tests.kernels.levels import (
+    ARM,
+    ARM_LEVELS,
+    ARM_PARAM,
+    INTEGER_SOURCES,
+    LEVEL_PARAMS,
+    arm_server,
+    running_on,
+)
 from tests.kernels.remote import running_through
 
 
@@ -19,6 +27,21 @@ def arm(tmp_path_factory):
     server = arm_server(tmp_path_factory.mktemp("arm"))
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session", params=ARM_LEVELS)
+def integers_of_arm(request, tmp_path_factory):
+    """A server for the ops of integer products, at one level of ARM."""
+    server = arm_server(tmp_path_factory.mktemp("arm"), request.param, INTEGER_SOURCES)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def arm_level(integers_of_arm):
+    """The ops of integer products run on one level of ARM."""
+    with running_through(integers_of_arm):
+        yield
 
 
 @pytest.fixture(params=[*LEVEL_PARAMS, ARM_PARAM])

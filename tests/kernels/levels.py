@@ -23,8 +23,14 @@ if platform.machine() == "x86_64":
     FLAGS |= {EMULATED_VNNI: ("-march=x86-64-v3", "-DEMULATE_AVX_VNNI")}
 
 # ARM is emulated as a whole, on any machine that has a compiler for it and the emulator.
+ARM_LEVELS = {level.name: level for level in LEVELS if level.machine == "aarch64"}
 ARM = "aarch64 in an emulator"
 ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+# The sources of integer products. To compile all takes two minutes.
+INTEGER_SOURCES = (
+    *("adapters.cpp", "gemm.cpp", "gemm_integers.cpp", "gemm_rounded.cpp"),
+    *("level.cpp", "run.cpp", "team.cpp"),
+)
 
 # Each takes long to compile after a change to a source: most of them wait for `make check`. On a
 # CPU without AVX-512 the native code is that of x86-64-v3.
@@ -57,13 +63,16 @@ def running_on(name):
         yield
 
 
-def arm_server(folder):
-    """A process in which the ops run on ARM; its program is compiled in a folder."""
+def arm_server(folder, name="aarch64", sources=None):
+    """A process in which the ops run on ARM; its program is compiled in a folder, of some sources
+    or all.
+    """
     if not (shutil.which(ARM_COMPILER) and shutil.which(ARM_EMULATOR)):
         tools = f"{ARM_COMPILER} and {ARM_EMULATOR} (Debian: g++-aarch64-linux-gnu, qemu-user)"
         pytest.skip(f"needs {tools}: NOT checked here")
-    (level,) = (level for level in LEVELS if level.machine == "aarch64")
-    sources = [path.name for path in FOLDER.glob("*.cpp")]
-    flags = *level.flags, "-rdynamic"
+    flags = *ARM_LEVELS[name].flags, "-rdynamic"
+    if sources:
+        flags += "-O1", "-Wl,--unresolved-symbols=ignore-all"
+    sources = sources or [path.name for path in FOLDER.glob("*.cpp")]
     program = compile_program("server", folder, sources, flags, lambda: (ARM_COMPILER,))
     return Server([ARM_EMULATOR, "-L", "/usr/aarch64-linux-gnu", program])

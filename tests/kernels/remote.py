@@ -5,6 +5,7 @@ import gc
 import struct
 import subprocess
 from contextlib import contextmanager
+from functools import cache
 
 import pytest
 import torch
@@ -50,12 +51,16 @@ class Server:
             raise AttributeError(name)
         return Function(self, name.encode())
 
+    def send_blobs(self, blobs):
+        self.send(len(blobs))
+        for blob in blobs:
+            self.send(blob.address, blob.size, blob.is_struct, blob.read())
+
     def run(self, array, step, threads):
         """As `native.run`: everything that the ops can reach is sent, and tensors come back."""
         sent = reachable(array, step)
-        self.send(RUN, len(sent))
-        for blob in sent:
-            self.send(blob.address, blob.size, blob.is_struct, blob.read())
+        self.send(RUN)
+        self.send_blobs(sent)
         self.send(ctypes.addressof(array), len(array), ctypes.addressof(step), threads)
         for blob in sent:
             if not blob.is_struct:
@@ -75,7 +80,10 @@ class Function:
             self.server.send(TEXT, len(self.name), self.name)
             return self.server.receive(self.server.number())
         numbers = [getattr(x, "value", x) for x in args]
-        self.server.send(CALL, len(self.name), self.name, len(numbers), *numbers)
+        pointers = [x.value for x in args if isinstance(x, ctypes.c_void_p)]
+        self.server.send(CALL, len(self.name), self.name)
+        self.server.send_blobs([blob for blob in known_blobs() if blob.holds_any(pointers)])
+        self.server.send(len(numbers), *numbers)
         return self.server.number()
 
 
@@ -84,6 +92,9 @@ class Blob:
 
     def __init__(self, address, size, is_struct):
         self.address, self.size, self.is_struct = address, size, is_struct
+
+    def holds_any(self, addresses):
+        return any(self.address <= x < self.address + self.size for x in addresses if x)
 
     def read(self):
         return ctypes.string_at(self.address, self.size)
@@ -96,11 +107,29 @@ def blob_of(x):
     return Blob(ctypes.addressof(x), ctypes.sizeof(x), True)
 
 
+def objects():
+    """The structs and tensors of this process that the collector knows."""
+    kinds = torch.Tensor, ctypes.Structure, ctypes.Array
+    return [x for x in gc.get_objects() if issubclass(type(x), kinds)]
+
+
+@cache
+def early_objects():
+    """Those from before the first call. gc.get_objects lacks what the tests' set-up froze."""
+    gc.unfreeze()
+    found = objects()
+    gc.freeze()
+    return found
+
+
+def known_blobs():
+    blobs = map(blob_of, [*early_objects(), *objects()])
+    return [blob for blob in blobs if blob.size > 0]
+
+
 def reachable(*roots):
     """The structs and tensors to which the roots have pointers, and those structs', and so on."""
-    kinds = torch.Tensor, ctypes.Structure, ctypes.Array
-    known = [blob_of(x) for x in gc.get_objects() if issubclass(type(x), kinds)]
-    known = [blob for blob in known if blob.size > 0]
+    known = known_blobs()
     found, todo = {}, [blob_of(root) for root in roots]
     while todo:
         blob = todo.pop()
@@ -110,8 +139,7 @@ def reachable(*roots):
             todo += [
                 other
                 for other in known
-                if (other.address, other.size) not in found
-                and any(other.address <= word < other.address + other.size for word in words)
+                if (other.address, other.size) not in found and other.holds_any(words)
             ]
     return list(found.values())
 

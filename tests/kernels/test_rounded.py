@@ -1,5 +1,7 @@
 """Linear maps of 8-bit codes whose rows become such codes, too: every level has the same bits."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -123,12 +125,25 @@ def test_a_recorded_forward_has_the_bits_of_its_ops(dtype):
         assert torch.equal(got.residual, want.residual) and torch.equal(got.logits, want.logits)
 
 
-@pytest.mark.usefixtures("every_level_and_arm")
-@DTYPES
-def test_rounded_rows_on_arm_too(dtype):
-    x = random_tensor(9, 96, dtype=dtype)
-    got, want = (
-        rounding_maps(ops, 40, 96, dtype, 9).outputs(ops, x, list(range(9)))
-        for ops in (cpu, reference)
-    )
-    assert all(torch.equal(got[name], want[name]) for name in EXACT)
+@pytest.mark.slow
+@pytest.mark.usefixtures("arm_level")
+def test_rounded_rows_on_arm_too():
+    for dtype, (N, K) in itertools.product((torch.float32, torch.bfloat16), ((40, 96), (33, 2101))):
+        x = random_tensor(9, K, dtype=dtype)
+        packed, codes = (rounding_maps(ops, N, K, dtype, 9) for ops in (cpu, reference))
+        for n in (1, 2, 3, 6, 9):
+            want = codes.outputs(reference, x[:n], list(range(n)))
+            got = packed.outputs(cpu, x[:n], list(range(n)))
+            for name in EXACT:
+                assert torch.equal(got[name], want[name]), (name, n)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("arm_level")
+def test_extreme_codes_of_whole_rows_on_arm_too():
+    q = torch.tensor([[0, 255], [255, 0]], dtype=torch.uint8).repeat(1, 40)
+    codes = Codes(8, 80, q, torch.ones(2, 1), None, rounds_rows=True)
+    x = torch.tensor([[-127.0, 127.0], [127.0, -127.0], [127.0, 127.0]]).repeat(1, 40)
+    want = x @ (q.float() - 128).T
+    for rows in ([0], [0, 1], [0, 1, 2]):
+        assert torch.equal(cpu.linear(x[rows], cpu.prepack(codes)), want[rows])

@@ -168,6 +168,10 @@ def test_rows_that_threads_quantize_together_have_the_bits_of_one_thread():
 
 
 def test_the_largest_sums_are_exact(gemm):
+    the_largest_sums_are_exact(gemm)
+
+
+def the_largest_sums_are_exact(gemm):
     group = MAX_ROUNDED_GROUP
     for bits, most in ((4, 15), (8, 255)):
         q = torch.tensor([0, most]).byte()[:, None].repeat(1, 2 * group)
@@ -330,13 +334,37 @@ def test_a_recorded_forward_has_the_bits_of_its_ops(dtype):
         assert torch.equal(got.residual, want.residual) and torch.equal(got.logits, want.logits)
 
 
-@pytest.mark.usefixtures("every_level_and_arm")
-@DTYPES
-def test_rounded_groups_on_arm_too(dtype):
-    x = random_tensor(9, 96, dtype=dtype)
-    for form, n in itertools.product(FORMS.values(), (1, 9)):
-        got, want = (
-            rounding_maps(ops, (40, 96, 32), form, dtype, 9).outputs(ops, x[:n], list(range(n)))
-            for ops in (cpu, reference)
-        )
-        assert all(torch.equal(got[name], want[name]) for name in EXACT)
+ARM_ROWS = 1, 2, 3, 4, 9  # of 4 bits, more than 8 multiply decoded codes
+
+
+def has_bits_of_the_reference(shape, form, dtype, num_rows):
+    x = random_tensor(max(num_rows), shape[1], dtype=dtype)
+    packed, codes = (rounding_maps(ops, shape, form, dtype, len(x)) for ops in (cpu, reference))
+    for n in num_rows:
+        want = codes.outputs(reference, x[:n], list(range(n)))
+        got = packed.outputs(cpu, x[:n], list(range(n)))
+        for name in EXACT:
+            assert torch.equal(got[name], want[name]), (name, n)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("arm_level")
+@FORM
+def test_rounded_groups_on_arm_too(form):
+    for dtype, shape in itertools.product((torch.float32, torch.bfloat16), ((40, 96, 32), (17, 63, 7))):
+        has_bits_of_the_reference(shape, form, dtype, ARM_ROWS)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("arm_level")
+def test_the_largest_sums_are_exact_on_arm_too():
+    the_largest_sums_are_exact(cpu)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("arm_level")
+def test_narrow_codes_have_the_bits_of_the_reference_on_arm_too():
+    for codes, *_ in NARROW.values():
+        packed, x = cpu.prepack(codes), random_tensor(9, codes.q.shape[1])
+        for n in ARM_ROWS:
+            assert torch.equal(cpu.lm_head(x[:n], packed), reference.lm_head(x[:n], codes))

@@ -67,6 +67,37 @@ static INLINE ri add_dot(ri sum, rw w, uint32_t x) {
 #endif
 }
 
+// i8mm multiplies eight codes of two rows by those of two columns. The four sums are a square: a row's
+// two sums are adjacent.
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#define HAS_SQUARES 1
+static INLINE ri add_square(ri sums, rw rows, rw columns) {
+  return (ri)vmmlaq_s32((int32x4_t)sums, (int8x16_t)rows, (int8x16_t)columns);
+}
+static INLINE rw join_eights(const void* first, const void* second) {
+  return (rw)vcombine_s8(vld1_s8((const int8_t*)first), vld1_s8((const int8_t*)second));
+}
+// Turn four codes of four columns, and the next four, into eight codes of two columns each.
+static INLINE void join_quads(rw first, rw second, rw (&eights)[2]) {
+  eights[0] = (rw)vzip1q_u32((uint32x4_t)first, (uint32x4_t)second);
+  eights[1] = (rw)vzip2q_u32((uint32x4_t)first, (uint32x4_t)second);
+}
+// Turn two rows of four sums into the squares of the first and last two columns, or back.
+static INLINE void exchange_halves(ri& a, ri& b) {
+  int64x2_t x = (int64x2_t)a, y = (int64x2_t)b;
+  a = (ri)vzip1q_s64(x, y);
+  b = (ri)vzip2q_s64(x, y);
+}
+template <int ROWS, int V> static INLINE void exchange_squares(ri (&sums)[ROWS][V]) {
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r += 2)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) exchange_halves(sums[r][v], sums[r + 1][v]);
+}
+#else
+#define HAS_SQUARES 0
+#endif
+
 // Without VNNI, sums of products of small codes are pairs of shorts: eight words add up to at most
 // 8 * 2 * 15 * 127, which fits.
 #if defined(__AVX2__) && !defined(__AVX512VNNI__) && !HAS_AVX_VNNI

@@ -15,19 +15,21 @@ struct PackIntegers : PackCodes {
 };
 
 // Write the codes of one group of a row of the weight to its column of a panel.
-static void pack_codes(const IntegerShape& shape, const uint8_t* q, int base, char* to) {
+static void pack_codes(const IntegerShape& shape, const uint8_t* q, int base, int column,
+                       char* to) {
   Words words = shape.words();
   int upper = upper_bits(words);
-  char* tops = to + shape.lower_bytes();
+  char* tops = to + shape.lower_bytes() + column * 4;
   int64_t step = are_split(words) ? 2 * QUAD : QUAD;
-  for (int64_t k = 0; k < shape.padded(); k += step, to += COLUMNS * 4) {
+  for (int64_t k = 0; k < shape.padded(); k += step) {
     uint8_t codes[2 * QUAD] = {}, word[QUAD];
     for (int64_t i = 0; i < std::clamp<int64_t>(shape.group - k, 0, step); i++)
       codes[i] = q[k + i] - base;
     for (int i = 0; i < QUAD; i++)
       word[i] = step == QUAD ? codes[i] ^ (ARE_UNSIGNED ? 0 : 0x80)
                              : (codes[i] & 15) | (codes[QUAD + i] & 15) << 4;
-    memcpy(to, word, QUAD);
+    int64_t place = step == QUAD ? quad_place(k / QUAD, column) : (k / step * COLUMNS + column) * 4;
+    memcpy(to + place, word, QUAD);
     for (int i = 0; upper && i < step; i++) {
       int64_t four = k / QUAD + i / QUAD, per_word = 8 / upper;
       tops[four / per_word * COLUMNS * 4 + i % QUAD] |=
@@ -67,9 +69,9 @@ static void pack_block(const PackIntegers& a, const IntegerShape& shape, int64_t
     pack_numbers(shape, a.offset + at, column, border + shape.numbers_bytes(), counts + COLUMNS,
                  between);
   if (a.zero) ((int16_t*)(border + shape.zeros_at()))[column] = shape.stored_zero(a.zero[at]);
-  char* to = border + shape.border_bytes() + column * 4;
+  char* to = border + shape.border_bytes();
   for (int64_t g = first; g < first + shape.block_groups; g++, to += shape.code_bytes())
-    pack_codes(shape, a.q + row * a.K + g * shape.group, a.base, to);
+    pack_codes(shape, a.q + row * a.K + g * shape.group, a.base, column, to);
 }
 
 static void pack_panel(const PackIntegers& a, const IntegerShape& shape, int64_t panel) {

@@ -15,7 +15,8 @@
 // others in the upper halves. The upper bits of codes of 5 or 6 bits follow as words of their own:
 // byte i of such a word has those of code i of eight or four consecutive fours, the first four
 // lowest. A table of 4-bit codes, if there is one, follows the panels: its 16 bytes, repeated to
-// fill a cache line. 8-bit codes and tables are stored as `dot.h` multiplies them.
+// fill a cache line. 8-bit codes and tables are stored as `dot.h` multiplies them. If it multiplies
+// squares, two consecutive words of 8-bit codes of a column are adjacent.
 #pragma once
 
 #include <array>
@@ -35,6 +36,12 @@ constexpr bool are_split(Words words) { return words >= NIBBLES; }  // two fours
 constexpr bool are_small(Words words) { return words != BYTES && words != INDICES; }
 // Upper bits of a code that separate words hold.
 constexpr int upper_bits(Words words) { return words == FIVES ? 1 : words == SIXES ? 2 : 0; }
+
+// Return the place of four 8-bit codes of a column in a group.
+constexpr int64_t quad_place(int64_t quad, int64_t column) {
+  if (HAS_SQUARES) return (quad / 2 * COLUMNS + column) * 2 * QUAD + quad % 2 * QUAD;
+  return (quad * COLUMNS + column) * QUAD;
+}
 
 struct IntegerShape {
   int64_t N, K, bits, group;  // 5 bits have groups of 32, 6 bits groups of 16
@@ -245,12 +252,22 @@ struct IntegerVectors {
     for (int64_t g = 0; g < part.num_groups; g++, at.next(part)) {
       prefetch(part, g);
       to = decode_border(part, at, to);
+#if HAS_SQUARES
+      for (int64_t pair = 0; pair < part.quads / 2; pair++)
+        for (int c = 0; c < COLUMNS; c += WORDS, to += 2 * REGISTER) {
+          rw eights[2];
+          eights_at<KIND>(at.codes, part.lower_bytes, pair, c, table, eights);
+          store_words(to, eights[0]);
+          store_words(to + REGISTER, eights[1]);
+        }
+#else
       for (int64_t pair = 0; pair < part.quads / 2; pair++)
 #pragma GCC unroll 2
         for (int i = 0; i < 2; i++, to += COLUMNS * 4)
 #pragma GCC unroll 8
           for (int c = 0; c < COLUMNS; c += WORDS)
             store_words(to + c * 4, codes_at<KIND>(at.codes, part.lower_bytes, pair, i, c, table));
+#endif
     }
   }
   static char* decode_border(const IntegerPart& part, const GroupPlace& at, char* to) {
@@ -362,6 +379,50 @@ struct IntegerVectors {
     if (!IN_REGISTERS) return;
     each<ROWS, V>([&](int r, int v) { store_words(total_at(r, v), (rw)totals[r][v]); });
   }
+#if HAS_SQUARES
+  // Load eight codes of the first two and of the last two of WORDS columns.
+  template <Words KIND>
+  static INLINE void eights_at(const char* codes, int64_t upper, int64_t eight, int column,
+                               rw table, rw (&to)[2]) {
+    if constexpr (are_split(KIND)) {
+      join_quads(codes_at<KIND>(codes, upper, eight, 0, column, table),
+                 codes_at<KIND>(codes, upper, eight, 1, column, table), to);
+    } else {
+      to[0] = load_words(codes + quad_place(2 * eight, column));
+      to[1] = load_words(codes + quad_place(2 * eight, column) + REGISTER);
+    }
+  }
+  // Add the products of one group. An odd row is paired with itself.
+  template <Words KIND, int ROWS, int V>
+  static INLINE void add_group(const IntegerPart& part, int64_t g, const char* codes,
+                               int64_t quads, int column, rw table, ri (&sums)[ROWS][V]) {
+    constexpr int EVEN = ROWS + ROWS % 2, LAST = ROWS - 1;
+    const int8_t* x = part.codes + g * part.codes_bytes;
+    const int64_t upper = quads / 2 * COLUMNS * 4;  // bytes of the lower bits
+    const int64_t stride = quads * QUAD;
+    ri squares[EVEN][V];
+    each<EVEN, V>([&](int r, int v) { squares[r][v] = sums[std::min(r, LAST)][v]; });
+    exchange_squares(squares);
+#pragma GCC unroll 4
+    for (int64_t eight = 0; eight < quads / 2; eight++, x += 2 * QUAD) {
+      rw columns[V][2];
+#pragma GCC unroll 8
+      for (int v = 0; v < V; v++)
+        eights_at<KIND>(codes, upper, eight, column + v * WORDS, table, columns[v]);
+#pragma GCC unroll 4
+      for (int r = 0; r < EVEN; r += 2) {
+        rw rows = join_eights(x + r * stride, x + std::min(r + 1, LAST) * stride);
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++)
+#pragma GCC unroll 2
+          for (int i = 0; i < 2; i++)
+            squares[r + i][v] = add_square(squares[r + i][v], rows, columns[v][i]);
+      }
+    }
+    exchange_squares(squares);
+    each<ROWS, V>([&](int r, int v) { sums[r][v] = squares[r][v]; });
+  }
+#else
   // Add the products of one group.
   template <Words KIND, int ROWS, int V>
   static INLINE void add_group(const IntegerPart& part, int64_t g, const char* codes,
@@ -403,6 +464,7 @@ struct IntegerVectors {
                                      : add_dot(sums[r][v], loaded[v], quad);
     }
   }
+#endif
 
   template <Words KIND, size_t... R>
   static constexpr std::array<Function, max_rows(KIND)> functions(std::index_sequence<R...>) {

@@ -16,6 +16,10 @@ extern "C" const char* specserve_level() {
   return "x86-64-v3";
 #elif defined(__x86_64__)
   return "x86-64";
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+  return "aarch64-i8mm";
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return "aarch64-dotprod";
 #elif defined(__aarch64__)
   return "aarch64";
 #else

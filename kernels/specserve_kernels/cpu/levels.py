@@ -23,10 +23,13 @@ V3 = frozenset({"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"})
 V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 BF16 = V4 | {"avx512_bf16", "avx512_vnni"}
 AMX = BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
+DOTPROD = frozenset({"asimddp", "asimdrdm", "atomics", "crc32"})
 BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
 AMX_FLAGS = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
 LEVELS = (  # the best last
     Level("aarch64", "aarch64", frozenset(), ("-march=armv8-a",)),
+    Level("aarch64-dotprod", "aarch64", DOTPROD, ("-march=armv8.2-a+dotprod",)),
+    Level("aarch64-i8mm", "aarch64", DOTPROD | {"i8mm"}, ("-march=armv8.2-a+dotprod+i8mm",)),
     Level("x86-64-v3", "x86_64", V3, ("-march=x86-64-v3",)),
     Level("x86-64-v3-vnni", "x86_64", V3 | {"avx_vnni"}, ("-march=x86-64-v3", "-mavxvnni")),
     Level("x86-64-v4", "x86_64", V4, ("-march=x86-64-v4",)),

@@ -46,6 +46,12 @@ struct Blob {
   }
 };
 
+static std::vector<Blob> receive_blobs() {
+  std::vector<Blob> blobs(read_number());
+  for (Blob& blob : blobs) blob.receive();
+  return blobs;
+}
+
 static void* translated(const std::vector<Blob>& blobs, uint64_t address) {
   for (const Blob& blob : blobs)
     if (address >= blob.address && address < blob.address + blob.size)
@@ -54,8 +60,7 @@ static void* translated(const std::vector<Blob>& blobs, uint64_t address) {
 }
 
 static void run() {
-  std::vector<Blob> blobs(read_number());
-  for (Blob& blob : blobs) blob.receive();
+  std::vector<Blob> blobs = receive_blobs();
   for (Blob& blob : blobs)
     for (uint64_t i = 0; blob.is_struct && i + 8 <= blob.size; i += 8) {
       uint64_t word;
@@ -75,11 +80,14 @@ static void run() {
 
 static void call() {
   void* function = read_function();
-  int64_t a[6] = {};
+  std::vector<Blob> blobs = receive_blobs();
+  int64_t a[9] = {};  // the most that a function has
   int64_t n = read_number();
-  for (int64_t i = 0; i < n; i++) a[i] = read_number();
-  auto called = (int64_t(*)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t))function;
-  write_number(called(a[0], a[1], a[2], a[3], a[4], a[5]));
+  for (int64_t i = 0; i < n; i++) a[i] = (int64_t)translated(blobs, read_number());
+  typedef int64_t N;
+  auto called = (N(*)(N, N, N, N, N, N, N, N, N))function;
+  write_number(called(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8]));
+  for (Blob& blob : blobs) free(blob.room);
 }
 
 static void text() {
