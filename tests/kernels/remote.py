@@ -13,6 +13,7 @@ import torch
 from specserve_kernels.cpu import build, native
 
 SYMBOL, CALL, TEXT, RUN = range(4)
+MAX_ADDRESSES = 64  # in a tensor
 
 
 class Server:
@@ -128,19 +129,23 @@ def known_blobs():
 
 
 def reachable(*roots):
-    """The structs and tensors to which the roots have pointers, and those structs', and so on."""
+    """The structs and tensors to which the roots have pointers, and those structs', and so on. A
+    tensor of addresses counts as a struct.
+    """
     known = known_blobs()
     found, todo = {}, [blob_of(root) for root in roots]
     while todo:
         blob = todo.pop()
         found[blob.address, blob.size] = blob
-        if blob.is_struct:
-            words = struct.unpack(f"<{blob.size // 8}Q", blob.read()[: blob.size // 8 * 8])
-            todo += [
-                other
-                for other in known
-                if (other.address, other.size) not in found and other.holds_any(words)
-            ]
+        if not blob.is_struct and blob.size > MAX_ADDRESSES * 8:
+            continue
+        words = struct.unpack(f"<{blob.size // 8}Q", blob.read()[: blob.size // 8 * 8])
+        held = [other for other in known if other.holds_any(words)]
+        used = [word for word in words if word]
+        blob.is_struct |= bool(used) and all(any(x.holds_any([w]) for x in held) for w in used)
+        if not blob.is_struct:
+            continue
+        todo += [other for other in held if (other.address, other.size) not in found]
     return list(found.values())
 
 

@@ -335,6 +335,21 @@ def test_the_level_is_what_the_cpu_and_the_system_allow(flags, is_granted, best,
     assert ("-mno-amx-tile" in native) == (not is_granted)
 
 
+ARM_CPUS = {  # flags in /proc/cpuinfo -> the best level
+    "ARMv8.0": (frozenset({"fp", "asimd"}), "aarch64"),
+    "dotprod": (levels.DOTPROD | {"asimd"}, "aarch64-dotprod"),
+    "i8mm": (levels.DOTPROD | {"i8mm", "bf16"}, "aarch64-i8mm"),
+    "i8mm without dotprod": (frozenset({"i8mm"}), "aarch64"),
+}
+
+
+@pytest.mark.parametrize(("flags", "best"), ARM_CPUS.values(), ids=ARM_CPUS)
+def test_the_level_of_arm_is_what_the_cpu_allows(flags, best, monkeypatch):
+    monkeypatch.setattr(levels.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(levels, "usable_flags", lambda: flags)
+    assert levels.usable_levels()[-1].name == best
+
+
 def test_flags_are_those_of_the_first_cpu(tmp_path):
     info = tmp_path / "cpuinfo"
     info.write_text("processor\t: 0\nflags\t\t: fpu avx2\n\nprocessor\t: 1\nflags\t\t: fpu\n")

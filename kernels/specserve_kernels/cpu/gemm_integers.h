@@ -238,9 +238,10 @@ struct IntegerVectors {
   typedef void (*Function)(const IntegerPart&);
 
   static constexpr int64_t usual_quads(Words words) { return words == SIXES ? 4 : 8; }  // GGUF's
-  // Registers across a panel: for all columns, or for half of them.
+  // Registers across a panel: for all columns, or for a part of them.
   static constexpr int across(int rows) {
     constexpr int ALL = COLUMNS / WORDS;
+    if (HAS_SQUARES && rows > 2) return ALL / 4;  // sums and totals would fill all registers
     return REGISTER == 64 || rows * ALL <= 8 ? ALL : ALL / 2;
   }
   static rw table_of(const IntegerPart& part) {

@@ -15,6 +15,8 @@ static INLINE rf floats_of_halves(const char* p) {
   return (rf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__F16C__)
   return (rf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__ARM_NEON)
+  return (rf)vcvt_f32_f16(vld1_f16((const __fp16*)p));
 #else
   uint16_t halves __attribute__((vector_size(REGISTER / 2)));
   memcpy(&halves, p, sizeof halves);
@@ -36,6 +38,11 @@ static INLINE rf load_bytes(const char* p) {
   return (rf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 #elif defined(__AVX2__)
   return (rf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#elif defined(__ARM_NEON)
+  uint32_t bytes;
+  memcpy(&bytes, p, sizeof bytes);
+  int16x8_t shorts = vmovl_s8(vcreate_s8(bytes));
+  return (rf)vcvtq_f32_s32(vmovl_s16(vget_low_s16(shorts)));
 #else
   int8_t bytes __attribute__((vector_size(REGISTER / 4)));
   memcpy(&bytes, p, sizeof bytes);

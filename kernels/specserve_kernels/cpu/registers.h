@@ -38,12 +38,14 @@ static inline rf multiply_add(rf a, rf b, rf c) {
 #endif
 }
 
-// Load WORDS 16-bit integers. GCC's conversion takes twice the instructions.
+// Load WORDS 16-bit integers. GCC's conversion takes at least twice the instructions.
 static INLINE ri load_shorts(const char* p) {
 #if defined(__AVX512F__)
   return (ri)_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__AVX2__)
   return (ri)_mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__ARM_NEON)
+  return (ri)vmovl_s16(vld1_s16((const int16_t*)p));
 #else
   int16_t shorts __attribute__((vector_size(REGISTER / 2)));
   memcpy(&shorts, p, sizeof shorts);
