@@ -24,6 +24,7 @@ class RankStart(msgspec.Struct, frozen=True):
     folder: str | None  # where ranks with a GPU each find each other
     ends_with_thread: bool  # the rank is killed once the thread that started it ends
     peers: tuple[tuple[str, int], ...] = ()  # addresses of ranks 1, 2, ... below this one
+    cpus: tuple[int, ...] = ()  # of the machine, before rank 0 was bound to a node; empty: another
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):

@@ -60,7 +60,7 @@ def main(fd: int, log_format: str) -> None:
         start = first_message(link)
         if start.ends_with_thread:
             die_with_parent()
-        placed(start.config, start.rank)
+        placed(start.config, start.rank, start.cpus)
         shard = shard_of(start.config, start.rank)
         others = [rank for rank in range(shard.size) if rank != start.rank]
         sockets = (socket.socket(fileno=number) for number in descriptors[: len(others)])

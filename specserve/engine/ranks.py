@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import combinations
 from pathlib import Path
 from threading import Lock
@@ -133,11 +133,19 @@ def with_threads(config: Config, threads: int) -> Config:
     return msgspec.structs.replace(config, model=model)
 
 
-def placed(config: Config, rank: int = 0) -> Config:
+@cache
+def first_cpus() -> tuple[int, ...]:
+    """Return the CPUs that this process could use at the first call."""
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def placed(config: Config, rank: int = 0, cpus: tuple[int, ...] = ()) -> Config:
     """Let this process compute on a NUMA node of its own, if each rank of the machine can have one.
     Return the config with the number of threads. Memory lies on the node that first writes to it.
+
+    cpus  of all nodes, because a process that rank 0 starts inherits the node of rank 0
     """
-    nodes, parallel = numa_nodes(), config.parallel
+    nodes, parallel = numa_nodes(cpus or first_cpus()), config.parallel
     if parallel.address is None and 1 < parallel.size <= len(nodes):
         os.sched_setaffinity(0, nodes[rank])
         config = with_threads(config, topology().cores)
@@ -246,7 +254,7 @@ def start_followers(config: Config, ends_with_thread: bool) -> "Followers | None
     mesh, each = Mesh(shard, max(SLOT, row_bytes)), list[Follower]()
     for rank in range(1, shard.size):
         process, sock = start_module("specserve.engine.rank_process")
-        start = RankStart(config, rank, name, ends_with_thread)
+        start = RankStart(config, rank, name, ends_with_thread, cpus=first_cpus())
         with suppress(BrokenPipeError, ConnectionResetError):  # reading reports it
             socket.send_fds(sock, [b"\0"], mesh.descriptors(rank))
             sock.sendall(pack(msgspec.msgpack.encode(start)))

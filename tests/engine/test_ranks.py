@@ -1,8 +1,9 @@
 """The text of several ranks is the text of one process, with every drafter and every event."""
 
+import os
 from collections import Counter
-from contextlib import contextmanager
-from socket import socketpair
+from contextlib import closing, contextmanager
+from socket import recv_fds, socketpair
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from specserve.engine.build import assemble
 from specserve.engine.loading import load_target
 from specserve.engine.pool_plan import Models
 from specserve.engine.rank_messages import RankFailed, RankReady
-from specserve.engine.rank_process import KEPT
+from specserve.engine.rank_process import KEPT, MOST, first_message
 from specserve.engine.ranks import Follower, Followers, check_parallel
 from specserve.errors import ConfigError
 from specserve.exchange.messages import Link
@@ -26,6 +27,7 @@ from specserve.models.loader import load_decoder, weight_bytes
 from specserve.models.shard import Shard
 from specserve.models.weight import AS_STORED, Rounding
 from specserve_kernels import RankLost, Ranks, cpu
+from specserve_kernels.threads import topology
 from tests.adapters import ALL, write_adapter
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import (
@@ -276,11 +278,44 @@ def test_the_memory_of_all_ranks_is_reported_once(folders, caplog):
     assert sum("its weights need" in line for line in caplog.messages) == 1
 
 
-def test_each_rank_computes_on_a_node_of_its_own(monkeypatch):
-    bound = []
-    monkeypatch.setattr(ranks, "numa_nodes", lambda: [{0, 1}, {2, 3}])
-    monkeypatch.setattr(ranks.os, "sched_setaffinity", lambda pid, cpus: bound.append(cpus))
-    for size in (1, 2, 3):  # two nodes are too few for three ranks
-        for rank in range(size):
-            ranks.placed(load_config(None, {"parallel.tensor": size}), rank)
-    assert bound == [{0, 1}, {2, 3}]
+@pytest.fixture
+def two_nodes(monkeypatch):
+    """A machine with two nodes of two CPUs each. Returns those that the process may use."""
+    allowed = {0, 1, 2, 3}
+
+    def bind(pid, cpus):
+        allowed.clear()
+        allowed.update(cpus)
+
+    both = {0, 1}, {2, 3}
+    nodes = lambda cpus: [node & set(cpus) for node in both if node & set(cpus)]  # noqa: E731
+    monkeypatch.setattr(ranks, "numa_nodes", nodes)
+    monkeypatch.setattr(ranks.os, "sched_getaffinity", lambda pid: set(allowed))
+    monkeypatch.setattr(ranks.os, "sched_setaffinity", bind)
+    ranks.first_cpus.cache_clear()
+    yield allowed
+    ranks.first_cpus.cache_clear()
+
+
+def test_two_nodes_are_too_few_for_three_ranks(two_nodes):
+    for size in (1, 3):
+        ranks.placed(load_config(None, {"parallel.tensor": size}))
+        assert two_nodes == {0, 1, 2, 3}
+
+
+def test_each_rank_computes_on_a_node_of_its_own(two_nodes, folders, monkeypatch):
+    """A rank that rank 0 starts inherits the CPUs of rank 0, and learns those of the machine."""
+    given = {"model.path": str(folders / "target"), "model.device": "cpu", "parallel.tensor": 2}
+    config = load_config(None, given)
+    ours, theirs = socketpair()
+    process = SimpleNamespace(wait=lambda timeout: 0)
+    monkeypatch.setattr(ranks, "start_module", lambda module: (process, ours))
+    for _ in range(2):  # an engine of other drafters is built by the same process
+        threads = ranks.placed(config).model.threads
+        assert two_nodes == {0, 1} and threads == topology().cores
+    with closing(ranks.start_followers(config, ends_with_thread=True)), theirs:
+        for descriptor in recv_fds(theirs, 1, MOST)[1]:
+            os.close(descriptor)
+        start = first_message(Link(theirs))
+    ranks.placed(start.config, start.rank, start.cpus)
+    assert two_nodes == {2, 3}

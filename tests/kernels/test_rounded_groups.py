@@ -351,7 +351,9 @@ def has_bits_of_the_reference(shape, form, dtype, num_rows):
 @pytest.mark.usefixtures("arm_level")
 @FORM
 def test_rounded_groups_on_arm_too(form):
-    for dtype, shape in itertools.product((torch.float32, torch.bfloat16), ((40, 96, 32), (17, 63, 7))):
+    for dtype, shape in itertools.product(
+        (torch.float32, torch.bfloat16), ((40, 96, 32), (17, 63, 7))
+    ):
         has_bits_of_the_reference(shape, form, dtype, ARM_ROWS)
 
 
