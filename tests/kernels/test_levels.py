@@ -1,10 +1,14 @@
 """What must hold on every instruction set that the kernels are compiled for."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from specserve_kernels import SampleParams, cpu, reference
 from specserve_kernels.cpu import build
+from specserve_kernels.cpu.compiler import FLAGS, FOLDER
 from specserve_kernels.cpu.levels import usable_levels
 from tests.kernels.levels import ARM, EMULATED, EVERY_LEVEL_AND_ARM, running_on
 from tests.kernels.random_steps import (
@@ -83,3 +87,17 @@ def test_a_prebuilt_library_gives_the_bits_of_one_compiled_for_this_cpu(dtype):
         with running_on(name):
             results.append(some_results(cpu, dtype, list(range(13))))
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cpu_name", ["neoverse_n1", "neoverse_v1"])  # dotprod; and i8mm
+def test_clang_compiles_kernels_for_arm(cpu_name, tmp_path):
+    """Those that include most headers. Clang lacks some of GCC's extensions."""
+    pytest.importorskip("ziglang", reason="needs the package ziglang: NOT checked here")
+    target = "-target", "aarch64-linux-gnu", f"-mcpu={cpu_name}"
+    flags = *(flag for flag in FLAGS if flag != "-fno-gnu-unique"), "-O1"
+    for name in ("attention.cpp", "gemm_rounded.cpp", "layers.cpp"):
+        files = FOLDER / name, "-o", tmp_path / "object.o"
+        command = [sys.executable, "-m", "ziglang", "c++", *target, *flags, "-c", *files]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[:2000]

@@ -67,8 +67,8 @@ static INLINE ri add_dot(ri sum, rw w, uint32_t x) {
 #endif
 }
 
-// i8mm multiplies eight codes of two rows by those of two columns. The four sums are a square: a row's
-// two sums are adjacent.
+// i8mm multiplies eight codes of two rows by those of two columns. The four sums are a square: those
+// of a row are adjacent.
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 #define HAS_SQUARES 1
 static INLINE ri add_square(ri sums, rw rows, rw columns) {
