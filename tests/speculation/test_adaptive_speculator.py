@@ -20,8 +20,8 @@ from specserve_drafters.base import DraftSource
 from specserve_drafters.candidates import Candidate
 from specserve_drafters.native import NativeSource, ngram_source
 from specserve_drafters.tenants import DEFAULT_SCOPE
-from specserve_drafters.trie import RequestCandidates
 from tests.checkpoints import tiny_checkpoint, tiny_tokenizer
+from tests.drafters.asks import Asks, RequestCandidates
 from tests.drafters.oracle_trie import Calibration, Trie
 from tests.engine.clock import Clock
 from tests.engine.engines import (
@@ -415,13 +415,14 @@ def test_nonsense_of_a_scored_drafter_costs_no_text(target, found):
 def test_requests_behind_their_targets_say_so_of_the_most_urgent_priority_only(target):
     engine = engine_for(target, None, "auto", max_nodes=4)
     ask_always(engine)
-    seen, choose = [], engine.speculator.planner.choose
+    seen, plans = [], engine.speculator.plans
+    set_behind = plans.set_behind
 
-    def spy(asks, step, most):
-        seen.append(([ask.behind > 0 for ask in asks], step.allowed))
-        return choose(asks, step, most)
+    def spy(behind):
+        seen.append(([tokens > 0 for tokens in behind], engine.speculator.step.allowed))
+        set_behind(behind)
 
-    engine.speculator.planner.choose = spy
+    plans.set_behind = spy
     tight, loose = Slo(tpot_ms=1e-3), Slo(tpot_ms=1e6)
     for slo, priority in ((tight, 1), (tight, 0), (loose, 0), (Slo(), 0)):
         engine.add(PROMPT, greedy(9, slo=slo, priority=priority))
@@ -646,7 +647,7 @@ def considering(clock, monkeypatch):
             clock.now += 0 if num_paused else steps * STEP
             return found
 
-        monkeypatch.setattr(Plans, "consider", slow)
+        monkeypatch.setattr(Plans, "begin", slow)
 
     return take
 
@@ -700,8 +701,8 @@ def test_plans_count_on_the_share_of_expected_tokens_that_is_kept(target):
             costs.observe(rows, 0, 1, STEP * (1 + 0.2 * (rows - 1)))
     trie = Trie(Calibration(), 1)
     trie.put(ROOT, 5, trie.calibrators["a"].weigh(0.3, 1))
-    asks = [RequestCandidates(trie, 4)]
+    asks = Asks([RequestCandidates(trie, 4)])
     found = [choose(asks, Step(1, 0, 1, 1, kept=kept), costs, 4) for kept in (1.0, 0.5)]
     assert [plan.size for plan in found] == [1, 0]
-    [(_, expected)], p = found[0].cut(asks), trie.p[1]
+    [(_, expected)], p = asks.cut(1), trie.p[1]
     assert found[0].tokens == pytest.approx(1 + p) and expected == pytest.approx(p)
