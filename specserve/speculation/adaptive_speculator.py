@@ -85,6 +85,7 @@ class RequestDraft:
         number, number_in_trie = self.acceptance.plans.number, self.trie.number
         self.estimating = list[tuple[DraftSource, str, int]]()  # with the bit of their place
         self.names = [*(source.name for source in self.allowed), *self.models]
+        self.is_extended = any(source.extends_paths for source in self.allowed)
         fields = array("q")
         for place, source in enumerate(self.allowed):
             name, serving = source.name, source.serving(self.request.id)
@@ -289,15 +290,9 @@ class AdaptiveSpeculator:
             requests, seconds = [root.request for root in roots], self.planner.costs.of(step)
             plans.set_behind(behind_targets(requests, perf_counter(), seconds))
         self.asking, growing = plans.told.asking, 0.0
-        for model_source in self.model_sources:
-            model_source.begin()
         try:
-            by_source = self.by_source(roots)
-            for source in self.sources if by_source else ():
-                if source.name in by_source:
-                    self.ask(source, by_source[source.name])
-            self.extend(roots)
-            growing = self.grow(by_source)
+            if any([root.asked or root.is_extended for root in roots]):
+                growing = self.ask_sources(roots)
         finally:
             for model in self.models:
                 model.take_back()
@@ -305,25 +300,38 @@ class AdaptiveSpeculator:
         self.plan = self.planner.choose(plans, step, self.scheduler.draft_rows)
         self.cut(roots, self.plan)
 
+    def ask_sources(self, roots: Sequence[RequestDraft]) -> float:
+        """Ask the sources in Python and the models; return the seconds of models."""
+        by_source = self.by_source(roots)
+        for source in self.sources:
+            if source.name in by_source:
+                self.ask(source, by_source[source.name])
+        self.extend(roots)
+        return self.grow(by_source)
+
     def by_source(self, roots: Sequence[RequestDraft]) -> dict[str, list[RequestDraft]]:
         """Return the roots that each source is asked for."""
         found = dict[str, list[RequestDraft]]()
         for root in roots:
-            for name in named(root.names, root.asked) if root.asked else ():
+            for name in named(root.names, root.asked):
                 found.setdefault(name, []).append(root)
         return found
 
     def settled(self) -> float:
         """End a step: note the models that were run, and return the seconds of planning."""
-        roots, self.roots = [*self.roots.values()], {}
-        if self.model_sources and roots:
+        roots, self.roots, planning = self.roots.values(), {}, self.making - self.asking
+        if not self.model_sources:
+            return planning
+        if roots:
             runs = [
                 ModelRun(self.plans.number(s.name), s.is_trial_alone, s.seconds, s.catching_up)
                 for s in self.model_sources
             ]
             self.plans.note_models(runs, [x for root in roots for x in self.bits_of(root)])
         growing = sum([model_source.seconds for model_source in self.model_sources])
-        return self.making - growing - self.asking
+        for model_source in self.model_sources:
+            model_source.begin()
+        return planning - growing
 
     def bits_of(self, root: RequestDraft) -> tuple[int, int]:
         """Return bits of the models that were run for a root as a trial only, and of those that

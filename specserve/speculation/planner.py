@@ -10,7 +10,7 @@ part of a step's time. Trials of sources that do not pay have a budget. Accounts
 
 import weakref
 from array import array
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from ctypes import byref
 from typing import Any, NamedTuple, Protocol
 
@@ -96,32 +96,6 @@ class ExplorationSchedule:
         self.waits.pop(key, None)
 
 
-def choose(
-    drafting: Drafting,
-    step: Step,
-    costs: StepCosts,
-    most: int,
-    is_tried: Callable[[int], bool] = lambda rows: False,
-) -> Plan:
-    """Choose at most `most` draft tokens so that the step has the highest expected rate.
-
-    If rows of unknown cost may be better, is_tried(rows) decides.
-    """
-    known, hoped = drafting.weigh(most, step, costs)
-    best, rival = known, None
-    if known.size and costs.is_stale(step.rows):
-        plain = costs.of(step)
-        # Rows may only seem free: no plan shows that steps without draft tokens have become faster.
-        if known.seconds < SEEM_FREE * (step.spent + plain):
-            seconds = step.spent + HOPED * plain
-            none = Size(0, 0.0, seconds, step.root_tokens / seconds)
-            hoped = max(hoped, none, key=lambda size: size.rate)
-    if hoped.rate > BETTER * known.rate and is_tried(step.rows + hoped.size):
-        best, rival = hoped, step.kept * known.rate
-    tokens = step.num_roots + step.kept * best.gain
-    return Plan(best.size, step.rows + best.size, tokens, best.seconds, rival)
-
-
 def tokens_behind(target: float, since_first: float, num_output: int, seconds: float) -> float:
     """Return how many tokens beyond the next a request needs in a step of `seconds` to meet its
     target. The limit is two steps' worth of tokens: older delays cannot be recovered.
@@ -140,7 +114,21 @@ class Planner:
         self.exploration = ExplorationSchedule(first=1, last=64)
 
     def choose(self, drafting: Drafting, step: Step, most: int) -> Plan:
-        return choose(drafting, step, self.costs, most, self.is_tried)
+        """Choose at most `most` draft tokens so that the step has the highest expected rate."""
+        known, hoped = drafting.weigh(most, step, self.costs)
+        best, rival = known, None
+        if known.size and self.costs.is_stale(step.rows):
+            plain = self.costs.of(step)
+            # Rows may only seem free: no plan shows that steps without draft tokens have become
+            # faster.
+            if known.seconds < SEEM_FREE * (step.spent + plain):
+                seconds = step.spent + HOPED * plain
+                none = Size(0, 0.0, seconds, step.root_tokens / seconds)
+                hoped = max(hoped, none, key=lambda size: size.rate)
+        if hoped.rate > BETTER * known.rate and self.is_tried(step.rows + hoped.size):
+            best, rival = hoped, step.kept * known.rate
+        tokens = step.num_roots + step.kept * best.gain
+        return Plan(best.size, step.rows + best.size, tokens, best.seconds, rival)
 
     def is_tried(self, rows: int) -> bool:
         return self.exploration.is_due(rows.bit_length())

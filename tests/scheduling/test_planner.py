@@ -12,7 +12,7 @@ from specserve.scheduling.scheduler import LEAST_CHUNK, allowed_seconds, prompt_
 from specserve.speculation.constants import KNOWN, LONG_AGO
 from specserve.speculation.costs import Step, StepCosts
 from specserve.speculation.draft_depth import DraftDepthPolicy
-from specserve.speculation.planner import ExplorationSchedule, Planner, choose, tokens_behind
+from specserve.speculation.planner import ExplorationSchedule, Planner, tokens_behind
 from specserve_drafters import ROOT
 from specserve_drafters.native import NativeCalibration
 from tests.drafters.asks import Asks, RequestCandidates
@@ -48,11 +48,18 @@ def chain(*p):
     return trie_of(enumerate(p))
 
 
+def planner_of(costs, tries=False):
+    """A planner that tries rows of unknown cost, or not."""
+    planner = Planner(costs)
+    planner.is_tried = lambda rows: tries
+    return planner
+
+
 def plan_of(tries, costs, limit=16, most=64, **step):
     roots = len(tries)
     step = {"rows": roots, "context": 0, "requests": roots, "num_roots": roots} | step
     asks = Asks(RequestCandidates(trie, limit) for trie in tries)
-    plan = choose(asks, Step(**step), costs, most)
+    plan = planner_of(costs).choose(asks, Step(**step), most)
     return SimpleNamespace(found=asks.found, rate=plan.rate, **msgspec.structs.asdict(plan))
 
 
@@ -171,7 +178,7 @@ def test_plans_of_tries_in_cpp_are_the_same_as_in_python(candidates, data):
             asks.append(RequestCandidates(trie, limit, 5, behind * (id % 2)))
         each = []
         for tried in (False, True):
-            plan = choose(asks, step, costs, most, lambda rows, tried=tried: tried)
+            plan = planner_of(costs, tried).choose(asks, step, most)
             numbers = plan.size, plan.rows, plan.tokens, plan.seconds, plan.rival
             each.append((*asks.found, *numbers, *asks.cut(plan.size)))
         found.append(each)

@@ -10,7 +10,7 @@ from specserve.exchange.sampling_params import Sampling, Slo, SpeculationParams
 from specserve.speculation import planner
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
 from specserve.speculation.costs import Step, StepCosts
-from specserve.speculation.planner import Plans, choose
+from specserve.speculation.planner import Planner, Plans
 from specserve.speculation.speculator import UserSource
 from specserve.speculation.verify import DraftSources
 from specserve.text.tokenizer import Tokenizer
@@ -638,14 +638,13 @@ class Noting(Foretelling):
 @pytest.fixture
 def considering(clock, monkeypatch):
     """Returns a function that sets how many steps' time it takes to choose the sources to ask."""
-    consider = Plans.consider
+    begin = Plans.begin
 
     def take(steps):
-        def slow(*args):
-            found = consider(*args)
-            _, num_paused, *_ = found
-            clock.now += 0 if num_paused else steps * STEP
-            return found
+        def slow(plans, *args):
+            begin(plans, *args)
+            is_paused = plans.told.num_paused or not plans.told.num_scopes
+            clock.now += 0 if is_paused else steps * STEP
 
         monkeypatch.setattr(Plans, "begin", slow)
 
@@ -702,7 +701,8 @@ def test_plans_count_on_the_share_of_expected_tokens_that_is_kept(target):
     trie = Trie(Calibration(), 1)
     trie.put(ROOT, 5, trie.calibrators["a"].weigh(0.3, 1))
     asks = Asks([RequestCandidates(trie, 4)])
-    found = [choose(asks, Step(1, 0, 1, 1, kept=kept), costs, 4) for kept in (1.0, 0.5)]
+    steps = [Step(1, 0, 1, 1, kept=kept) for kept in (1.0, 0.5)]
+    found = [Planner(costs).choose(asks, step, 4) for step in steps]
     assert [plan.size for plan in found] == [1, 0]
     [(_, expected)], p = asks.cut(1), trie.p[1]
     assert found[0].tokens == pytest.approx(1 + p) and expected == pytest.approx(p)
