@@ -492,7 +492,7 @@ class AdaptiveSpeculator:
         sources, and of their draft tokens: proposed in C++, verified, and accepted.
         """
         draft, stats, proposed = root.scheduled.draft, self.spec_stats, root.proposed
-        counts = {name: SourceCounts(some) for name, some in proposed.items()}
+        counts = {name: SourceCounts(some) for name, some in proposed.items() if some}
         for name, some in proposed.items():
             stats.sums[name].proposed += some
         for k in range(0, len(found), 4):

@@ -9,6 +9,7 @@ from specserve.api.outputs import Generation
 from specserve.exchange.sampling_params import Sampling, Slo, SpeculationParams
 from specserve.speculation import planner
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
+from specserve.speculation.constants import KNOWN
 from specserve.speculation.costs import Step, StepCosts
 from specserve.speculation.planner import Planner, Plans
 from specserve.speculation.speculator import UserSource
@@ -18,6 +19,7 @@ from specserve_bench.local import reset_learned
 from specserve_drafters import ROOT, Draft
 from specserve_drafters.base import DraftSource
 from specserve_drafters.candidates import Candidate
+from specserve_drafters.lookup import NgramSource
 from specserve_drafters.native import NativeSource, ngram_source
 from specserve_drafters.tenants import DEFAULT_SCOPE
 from tests.checkpoints import tiny_checkpoint, tiny_tokenizer
@@ -96,6 +98,49 @@ def run(target, sources, max_tokens=60, **sampling):
     (request,) = Watch(engine).run([case])
     assert request.token_ids.tolist() == truth
     return engine
+
+
+class AskedInPython(NativeSource):
+    def __init__(self):
+        super().__init__()
+        self.address = 0
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_depth": 2}])
+def test_a_source_that_cpp_asks_drafts_and_counts_as_one_that_python_asks(target, limits):
+    """Also next to sources that Python asks, and within the limits of requests."""
+    found = []
+    for cls in (NativeSource, AskedInPython, NgramSource):
+        engine = engine_for(target, None, "auto", max_nodes=16)
+        engine.scheduler.timed, costs = (lambda rows, seconds: None), engine.scheduler.costs
+        for edge in costs.edges * KNOWN:
+            costs.observe(edge, 0, 1, STEP)  # all rows are free
+        engine.speculator = speculator = planned(engine, cls(), Guessing("guess", []))
+        ask_always(engine)
+        params = greedy(50, speculation=SpeculationParams(**limits))
+        for begin in range(3):
+            engine.add(PROMPT[begin:] * 2, params)
+        drafts = []
+        while not engine.is_idle:
+            outputs = engine.step()
+            roots = speculator.roots.items()
+            drafts.append([(id, root.scheduled.draft) for id, root in roots])
+            drafts.append([(one.id, one.sources) for one in outputs])
+        sums = engine.stats.sources["ngram"]
+        assert sums.verified > 50 and sums.accepted > 5
+        assert (sums.seconds > 0) == (cls is NativeSource)
+        found.append((drafts, sums.proposed, sums.verified, sums.accepted, sums.accepted_at))
+    for own in found[1:]:
+        assert own[1:] == found[0][1:]
+        for number, (want, got) in enumerate(zip(found[0][0], own[0], strict=True)):
+            assert got == want, number
+
+
+class Guessing(Oracle):
+    """Proposes the same two tokens in every step."""
+
+    def chain(self, tokens):
+        return super().chain([4, 7])
 
 
 class Late(Oracle):
