@@ -492,8 +492,9 @@ class AdaptiveSpeculator:
         sources, and of their draft tokens: proposed in C++, verified, and accepted.
         """
         draft, stats, proposed = root.scheduled.draft, self.spec_stats, root.proposed
-        counts = {name: SourceCounts(some) for name, some in proposed.items() if some}
+        counts = stats.nothing.copy()
         for name, some in proposed.items():
+            counts[name] = SourceCounts(some)
             stats.sums[name].proposed += some
         for k in range(0, len(found), 4):
             name, some = self.plans.names[found[k]], found[k + 1]
