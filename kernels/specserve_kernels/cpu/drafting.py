@@ -42,13 +42,11 @@ class NgramFunctions(NamedTuple):
 
     new: Callable[..., int]  # settings -> source
     free: Callable[[int], None]
-    # source, [n, 3] of id, tokens, how many; n, expected accepted tokens
-    follow: Callable[[int, int, int, int], None]
+    follow: Callable[[int, int, int, int], float]  # source, id, tokens, how many -> expected ones
     propose: Callable[..., int]  # source, id, tokens, how many, limit, tokens, parents, scores
-    # source, [n, 6] of id, tokens, how many, limit, trie, number of the source; n, counts
-    add: Callable[[int, int, int, int], None]
     forget: Callable[[int, int], None]  # source, id
     reset: Callable[[int], None]
+    native: Callable[[int], int]  # source -> source that plans.cpp asks
 
 
 def ngram_functions() -> NgramFunctions:
@@ -67,11 +65,11 @@ def ngram_functions_of(library: CDLL) -> NgramFunctions:
     return NgramFunctions(
         named(library, "ngram_source", c_void_p, c_void_p),
         named(library, "free_ngram_source", None, c_void_p),
-        named(library, "follow_texts", None, c_void_p, c_void_p, c_int64, c_void_p),
+        named(library, "follow_text", c_double, *text),
         named(library, "propose_ngrams", c_int64, *text, c_int64, *[c_void_p] * 3),
-        named(library, "add_ngrams", None, c_void_p, c_void_p, c_int64, c_void_p),
         named(library, "forget_text", None, c_void_p, c_int64),
         named(library, "reset_ngram_source", None, c_void_p),
+        named(library, "native_source", c_void_p, c_void_p),
     )
 
 
@@ -129,18 +127,6 @@ class TrieColumns(Structure):
     _fields_ = [
         *((name, POINTER(c_int32)) for name in ("tokens", "parents", "depths", "expanded")),
         *((name, POINTER(c_double)) for name in ("p", "values")),
-    ]
-
-
-class PlanColumns(Structure):
-    """Addresses of a step's selected draft tokens, of the drafts cut from them, and of the best
-    sizes.
-    """
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("values", "places", "nodes", "counts", "expected")),
-        *((name, c_void_p) for name in ("tokens", "parents", "expanded", "order", "sources")),
-        ("sizes", c_void_p),
     ]
 
 
@@ -243,7 +229,6 @@ class TrieFunctions(NamedTuple):
     drop_shift: Callable[[int, int], None]  # calibrators, source
     trie: Callable[[int, int], int]  # calibrators, number of ids -> trie
     free_trie: Callable[[int], None]
-    clear_tries: Callable[[int, int], None]  # tries, n
     size: Callable[[int], int]
     columns: Callable[[int, Any], None]
     add: Callable[..., int]  # trie, parent, token, p, source
@@ -253,18 +238,11 @@ class TrieFunctions(NamedTuple):
     # columns -> children that existed before
     branch_each: Callable[..., int]
     set_number: Callable[[int, int, int], None]  # trie, node, number
-    settle: Callable[[int], None]
     reaches: Callable[..., None]  # trie, n, nodes, source of children, out
     ask: Callable[[int, int, int, int], None]  # trie, node, source of children, source
-    observe_each: Callable[[int, int, int], None]  # [n, 2] of trie, number of tokens; n, tokens
     child: Callable[[int, int, int], int]  # trie, node, token
     children: Callable[[int, int, int, int], int]  # trie, node, room, out
     sources: Callable[[int, int, int, int], int]  # trie, node, room, out
-    draft: Callable[..., None]  # trie, n, nodes, tokens, parents, expanded, order, sources
-    # Requests are columns: [n, 3] of trie, limit, most depth; and tokens behind.
-    select: Callable[..., int]  # requests, behind, n, most, least value, columns
-    weigh: Callable[..., int]  # the same until the least value, likely, step, costs, columns
-    cut: Callable[..., None]  # requests, n, size, likely, columns
 
 
 def trie_functions() -> TrieFunctions:
@@ -287,7 +265,6 @@ def trie_functions_of(library: CDLL) -> TrieFunctions:
         named(library, "drop_shift", None, p, n),
         named(library, "trie", p, p, n),
         named(library, "free_trie", None, p),
-        named(library, "clear_tries", None, p, n),
         named(library, "trie_size", n, p),
         named(library, "trie_columns", None, p, p),
         named(library, "add_token", n, p, n, n, x, n),
@@ -295,15 +272,9 @@ def trie_functions_of(library: CDLL) -> TrieFunctions:
         named(library, "branch", n, p, n, n, n, p, p, n, p),
         named(library, "branch_each", n, p, n, n, p, p, x, n, p),
         named(library, "number_node", None, p, n, n),
-        named(library, "settle", None, p),
         named(library, "reaches", None, p, n, p, n, p),
         named(library, "ask", None, p, n, n, n),
-        named(library, "observe_each", None, p, n, p),
         named(library, "child", n, p, n, n),
         named(library, "children", n, p, n, n, p),
         named(library, "sources", n, p, n, n, p),
-        named(library, "draft", None, p, n, p, p, p, p, p, p),
-        named(library, "select", n, p, p, n, n, x, p),
-        named(library, "weigh", n, p, p, n, n, x, x, p, p, p),
-        named(library, "cut", None, p, n, n, x, p),
     )
