@@ -219,7 +219,7 @@ def library_name(flags: Iterable[str]) -> str:
 
 def build_hash(flags: Iterable[str]) -> str:
     """Return a hash of everything that affects a library: sources, flags, compiler and target."""
-    return input_hash(source_hash(), (*FLAGS, *flags))
+    return input_hash(source_hash(), (*FLAGS, *flags, *PORTABLE))
 
 
 def input_hash(code: str, flags: tuple[str, ...]) -> str:
