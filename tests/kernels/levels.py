@@ -67,3 +67,8 @@ def arm_server(folder):
     flags = *level.flags, "-rdynamic"
     program = compile_program("server", folder, sources, flags, lambda: (ARM_COMPILER,))
     return Server([ARM_EMULATOR, "-L", "/usr/aarch64-linux-gnu", program])
+
+
+if __name__ == "__main__":
+    for each in EVERY_DAY:
+        print(compiled(FLAGS[each]))
