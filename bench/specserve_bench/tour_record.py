@@ -153,7 +153,7 @@ def step_of(
     )
     if found is None or not isinstance(speculator, AdaptiveSpeculator) or not tree.tokens:
         return step
-    trie = found.ask.trie
+    trie = found.trie
     p, costs, at = trie.values, state.costs["target"], speculator.step
     each = zip(tree.tokens, tree.parents, tree.sources, found.nodes, strict=False)
     return msgspec.structs.replace(
@@ -161,7 +161,7 @@ def step_of(
         nodes=[Node(t, text_of(llm, t), above, bits, round(p[n], 4)) for t, above, bits, n in each],
         plan=llm.speculation().plan,
         draft_ms=round(1e3 * at.spent, 2),
-        candidates=[round(v, 4) for v in trie.select([found.ask], found.ask.limit).values],
+        candidates=[round(v, 4) for v in speculator.plans.select(found.scheduled.draft_limit)],
         cost_ms={row.rows: round(1e3 * row_cost(row, costs, at), 2) for row in costs.steps},
     )
 

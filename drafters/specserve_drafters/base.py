@@ -137,6 +137,7 @@ class DraftSource:
     learns_drafts: ClassVar[bool] = False  # has `observe`
     extends_paths: ClassVar[bool] = False  # continues paths of other sources by `extend`
     num_successors: ClassVar[int] = 0  # likely next tokens that it wants from the target's logits
+    address: int = 0  # of the source in C++, if it is there: plans.cpp asks it
 
     def begin(self, request: SourceRequest) -> None:
         """Propose for a request until `forget`."""

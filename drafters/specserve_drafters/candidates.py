@@ -198,33 +198,6 @@ class ChosenDraft(NamedTuple):
     sources: list[tuple[str, ...]]
 
 
-class Selection(NamedTuple):
-    """Selected draft tokens of a step, in order: each comes after its parent.
-
-    A draft token's value is the probability of its path.
-    """
-
-    values: "array[float]"
-    places: "array[int]"  # of the requests
-    nodes: "array[int]"
-
-    @classmethod
-    def of(cls, found: Sequence[tuple[float, int, int]]) -> Self:
-        """Create it from rows."""
-        columns = zip(*found, strict=True) if found else ((), (), ())
-        values, places, nodes = map(array, "dii", columns)
-        return cls(values, places, nodes)
-
-    def by_request(self, size: int, num_requests: int) -> list[list[int]]:
-        """Return the first `size` nodes of the selection, by request."""
-        if num_requests == 1:
-            return [self.nodes[:size].tolist()]
-        found: list[list[int]] = [[] for _ in range(num_requests)]
-        for place, node in zip(self.places[:size], self.nodes, strict=False):
-            found[place].append(node)
-        return found
-
-
 class Size(msgspec.Struct, frozen=True):
     """A number of draft tokens for a step."""
 
@@ -235,14 +208,12 @@ class Size(msgspec.Struct, frozen=True):
 
 
 class WeighedSizes(NamedTuple):
-    """A step's selection, and the number of its draft tokens with the highest expected rate: by
-    the known costs, and by the least possible ones.
+    """The number of a step's selected draft tokens with the highest expected rate: by the known
+    costs, and by the least possible ones.
     """
 
-    found: Selection
     known: Size
     hoped: Size
-    is_cut: bool = False  # the drafts of `known` are in the buffers of tries in C++
 
 
 class Rules(Protocol):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from ctypes import byref
 from itertools import accumulate, chain, pairwise
 from math import nan
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from specserve_drafters import lookup, suffix, trie
 from specserve_drafters.base import DraftRequest, DraftSource
@@ -23,9 +23,6 @@ from specserve_drafters.candidates import (
     ChosenDraft,
     Draft,
     Rules,
-    Selection,
-    Size,
-    WeighedSizes,
 )
 from specserve_drafters.tenants import PerTenantSource
 from specserve_drafters.trie import (
@@ -78,6 +75,7 @@ class NativeSource(DraftSource):
         )
         self.native = ngram_functions()
         self.source = self.native.new(byref(settings))
+        self.address = self.native.native(self.source)
         weakref.finalize(self, self.native.free, self.source)
         room = 2 * MAX_NODES
         self.tokens, self.parents = array("i", [0] * room), array("i", [0] * room)
@@ -85,13 +83,7 @@ class NativeSource(DraftSource):
         self.out = [out.buffer_info()[0] for out in (self.tokens, self.parents, self.scores)]
 
     def expected_accepted(self, id: int, text: "array[int]") -> float:
-        return self.expected_of_each([(id, text)])[0]
-
-    def expected_of_each(self, texts: "Sequence[tuple[int, array[int]]]") -> list[float]:
-        fields = array("q", [x for id, text in texts for x in (id, *text.buffer_info())])
-        out = array("d", [0.0]) * len(texts)
-        self.native.follow(self.source, fields.buffer_info()[0], len(texts), out.buffer_info()[0])
-        return out.tolist()
+        return self.native.follow(self.source, id, *text.buffer_info())
 
     def candidates(self, items: Sequence[DraftRequest]) -> list[CandidateColumns]:
         return [self.look_up(item.id, item.known, item.limit) for item in items]
@@ -100,18 +92,6 @@ class NativeSource(DraftSource):
         assert 0 <= limit <= MAX_NODES, "the limit exceeds the buffers"
         n = self.native.propose(self.source, id, *text.buffer_info(), limit, *self.out)
         return CandidateColumns(self.tokens[:n], self.parents[:n], self.scores[:n], self.name)
-
-    def add_candidates(self, items: Sequence[DraftRequest], tries: Sequence[BaseTrie]) -> list[int]:
-        fields, num, name = list[int](), len(items), self.name
-        for item, its in zip(items, tries, strict=True):
-            if not its.handle or its.rules is not None:
-                return super().add_candidates(items, tries)
-            assert 0 <= item.limit <= MAX_NODES, "the limit exceeds the buffers"
-            fields += item.id, *item.known.buffer_info(), item.limit, its.handle, its.number(name)
-        assert num <= ROOM, "the requests exceed the buffers"
-        asked, counts = array("q", fields), BUFFERS.counts
-        self.native.add(self.source, asked.buffer_info()[0], num, counts.buffer_info()[0])
-        return counts[:num].tolist()
 
     def forget(self, id: int) -> None:
         self.native.forget(self.source, id)
@@ -292,25 +272,8 @@ class Buffers(threading.local):
         self.of_ints = [column.buffer_info()[0] for column in self.ints]  # addresses
         self.of_doubles = self.doubles.buffer_info()[0]
         self.of_codes = self.codes.buffer_info()[0]
-        # Of plans: a selection, numbers of nodes by request, and expected tokens.
-        places, nodes = (array("i", [0] * ROOM) for _ in range(2))
-        self.found = Selection(array("d", [0.0] * ROOM), places, nodes)
-        self.counts, self.expected = array("i", [0] * ROOM), array("d", [0.0] * ROOM)
-        self.sizes = array("d", [0.0] * 8)  # of two `Size`
         self.reals = [array("d", [0.0] * ROOM) for _ in range(3)]
-        self.columns: Any = None
         self.level_columns: Any = None
-
-    @property
-    def plan(self) -> Any:
-        """Return the addresses for plans."""
-        if self.columns is None:
-            from specserve_kernels.cpu.drafting import PlanColumns
-
-            own: list[array[Any]] = [*self.found, self.counts, self.expected, *self.ints]
-            own += self.codes, self.sizes
-            self.columns = byref(PlanColumns(*(column.buffer_info()[0] for column in own)))
-        return self.columns
 
     @property
     def level(self) -> Any:
@@ -321,10 +284,6 @@ class Buffers(threading.local):
             reals = [column.buffer_info()[0] for column in self.reals]
             self.level_columns = byref(LevelColumns(*reals, *self.of_ints[:3]))
         return self.level_columns
-
-    def selected(self, n: int) -> Selection:
-        values, places, nodes = self.found
-        return Selection(values[:n], places[:n], nodes[:n])
 
 
 BUFFERS = Buffers()
@@ -340,32 +299,6 @@ def columns_of(candidates: Sequence[Candidate]) -> CandidateColumns | None:
         return None
     scores = array("d", [nan if x is None else x for x in p])
     return CandidateColumns(array("i", tokens), array("i", parents), scores, sources[0])
-
-
-def limits_of(asks: Sequence[Any]) -> tuple["array[int]", "array[float]"]:
-    """Return the tries and limits of requests, and how far each is behind."""
-    assert len(asks) <= ROOM, "the requests exceed the buffers"
-    limits = [x for ask in asks for x in (ask.trie.handle, ask.limit, ask.max_depth)]
-    return array("q", limits), array("d", [ask.behind for ask in asks])
-
-
-class CutColumns(NamedTuple):
-    """The drafts of requests by column, one request after the other."""
-
-    counts: list[int]  # draft tokens, by request
-    tokens: list[int]
-    parents: list[int]
-    expanded: list[int] | None  # None if no draft model has run any of them
-    nodes: list[int]
-    # Addresses of the number of draft tokens and the expected accepted ones, by request, and of
-    # the codes of the sources, see `SourceCodes`. They are valid until the next call.
-    addresses: tuple[int, int, int]
-
-    def draft(self, begin: int, end: int) -> Draft:
-        if self.expanded is None or not any(self.expanded[begin:end]):
-            return Draft(self.tokens[begin:end], self.parents[begin:end])
-        parts = self.tokens, self.parents, self.expanded
-        return Draft(*(part[begin:end] for part in parts))
 
 
 class NativeTrie(BaseTrie):
@@ -508,59 +441,6 @@ class NativeTrie(BaseTrie):
             fields.extend((its.handle, len(own)))
             after.extend(own)
         self.native.observe_each(fields.buffer_info()[0], len(tries), after.buffer_info()[0])
-
-    def select(self, asks: Sequence[Any], most: int) -> Selection:
-        (limits, behind), out = limits_of(asks), BUFFERS
-        addresses = limits.buffer_info()[0], behind.buffer_info()[0]
-        given = len(asks), min(most, ROOM), trie.LEAST_VALUE
-        return out.selected(self.native.select(*addresses, *given, out.plan))
-
-    def weigh(
-        self, asks: Sequence[Any], most: int, likely: float, step: Any, costs: Any
-    ) -> WeighedSizes:
-        (limits, behind), out = limits_of(asks), BUFFERS
-        addresses = limits.buffer_info()[0], behind.buffer_info()[0]
-        given = len(asks), min(most, ROOM), trie.LEAST_VALUE, likely
-        native = byref(step.native), byref(costs.native)
-        n = self.native.weigh(*addresses, *given, *native, out.plan)
-        size, gain, seconds, rate, *hoped = out.sizes
-        known = Size(int(size), gain, seconds, rate)
-        return WeighedSizes(
-            out.selected(n),
-            known,
-            Size(int(hoped[0]), *hoped[1:]),
-            is_cut=True,
-        )
-
-    def cut(
-        self, asks: Sequence[Any], found: Selection, size: int, likely: float
-    ) -> list[tuple[ChosenDraft, float]]:
-        self.cut_columns(asks, found, size, likely)
-        columns, end, drafts = self.columns(len(asks), size), 0, list[ChosenDraft]()
-        codes, expected = BUFFERS.codes[:size].tolist(), BUFFERS.expected[: len(asks)].tolist()
-        for ask, count in zip(asks, columns.counts, strict=True):
-            begin, end = end, end + count
-            sources = [*map(ask.trie.calibration.named.__getitem__, codes[begin:end])]
-            nodes = columns.nodes[begin:end]
-            drafts.append(ChosenDraft(columns.draft(begin, end), nodes, sources))
-        return [*zip(drafts, expected, strict=True)]
-
-    def cut_columns(self, asks: Sequence[Any], found: Selection, size: int, likely: float) -> None:
-        """Do the same, and leave the drafts in the buffers, see `columns`."""
-        out, (limits, _) = BUFFERS, limits_of(asks)
-        out.found.values[:size] = found.values[:size]
-        out.found.places[:size] = found.places[:size]
-        out.found.nodes[:size] = found.nodes[:size]
-        self.native.cut(limits.buffer_info()[0], len(asks), size, likely, out.plan)
-
-    def columns(self, num_requests: int, size: int) -> CutColumns:
-        """Return the drafts in the buffers, which have `size` draft tokens together."""
-        out = BUFFERS
-        tokens, parents, numbers, nodes = [column[:size].tolist() for column in out.ints]
-        of_counts, of_expected = out.counts.buffer_info()[0], out.expected.buffer_info()[0]
-        addresses = of_counts, of_expected, out.of_codes
-        counts, expanded = out.counts[:num_requests].tolist(), numbers if any(numbers) else None
-        return CutColumns(counts, tokens, parents, expanded, nodes, addresses)
 
     def draft(self, chosen: Sequence[int]) -> ChosenDraft:
         n, which, out = len(chosen), array("i", chosen), BUFFERS

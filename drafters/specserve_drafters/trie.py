@@ -6,19 +6,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from math import exp
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
 from specserve_drafters.candidates import (
-    MAX_NODES,
     ROOT,
     Candidate,
     ChosenDraft,
     Rules,
-    Selection,
-    WeighedSizes,
 )
 
 DROPPED = -1  # replaces the node of a candidate that the request's rules forbid
@@ -236,41 +233,6 @@ class BaseTrie:
         for trie, own in zip(tries, tokens, strict=True):
             trie.observe(own)
 
-    def select(self, asks: "Sequence[RequestCandidates]", most: int) -> Selection:
-        """Select up to `most` draft tokens of a step's requests, by falling value. Tokens that a
-        late request needs to meet its target come first; the latest request leads. All tries have
-        the form of this one.
-        """
-        raise NotImplementedError
-
-    def weigh(
-        self,
-        asks: "Sequence[RequestCandidates]",
-        most: int,
-        likely: float,
-        step: Any,
-        costs: Any,
-    ) -> WeighedSizes:
-        """Select draft tokens, find the best number of them, and cut the drafts.
-
-        Only right edges of row buckets, and all tokens, are compared: rows up to an edge are free.
-        A step that exceeds the allowed time gets none. `step` and `costs` estimate its time.
-        """
-        raise NotImplementedError
-
-    def cut(
-        self, asks: "Sequence[RequestCandidates]", found: Selection, size: int, likely: float
-    ) -> list[tuple[ChosenDraft, float]]:
-        """Return the draft of each request that has the first `size` nodes of a selection, and the
-        sum of its values above `likely`.
-        """
-        expected = [0.0] * len(asks)
-        for place, value in zip(found.places[:size], found.values, strict=False):
-            expected[place] += value if value > likely else 0.0
-        nodes = found.by_request(size, len(asks))
-        drafts = [ask.trie.draft(own) for ask, own in zip(asks, nodes, strict=True)]
-        return [*zip(drafts, expected, strict=True)]
-
     def draft(self, chosen: Sequence[int]) -> ChosenDraft:
         """Return chosen nodes, most likely first and each after its parent, as a draft. The most
         likely path gets the lowest numbers.
@@ -320,12 +282,3 @@ class BaseTrie:
         if self.rules is None and self.num_ids is None:
             return scored
         return [(token, p) for token, p in scored if self.allows(node, token)]
-
-
-class RequestCandidates(msgspec.Struct, eq=False):
-    """A request with a root: its candidates and limits."""
-
-    trie: BaseTrie
-    limit: int  # most draft tokens of the request
-    max_depth: int = MAX_NODES
-    behind: float = 0.0  # tokens beyond the next that it needs in this step to meet its target

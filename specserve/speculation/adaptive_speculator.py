@@ -5,17 +5,15 @@ Which sources are asked, and what they took and saved, is decided and counted in
 """
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any
 
 import msgspec
 
 from specserve.engine.runner import KVLost, TargetTokens
-from specserve.exchange.messages import CalibrationPoint, SpeculationState, Stats
+from specserve.exchange.messages import CalibrationPoint, SourceCounts, SpeculationState, Stats
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
-from specserve.speculation.constants import LEAST_ASKED
 from specserve.speculation.costs import Step
 from specserve.speculation.draft_depth import DraftDepthController, DraftDepthPolicy
 from specserve.speculation.draft_model import DraftModel
@@ -36,11 +34,12 @@ from specserve.speculation.verify import (
     plan_state,
     scope_of,
 )
+from specserve_drafters import Draft, DraftRequest
 from specserve_drafters.base import DraftSource, SourceRequest
 from specserve_drafters.candidates import MAX_NODES, Rules
 from specserve_drafters.model_source import RequestTrie
 from specserve_drafters.tenants import PerTenant
-from specserve_drafters.trie import AcceptancePrior, BaseTrie, RequestCandidates, table
+from specserve_drafters.trie import AcceptancePrior, BaseTrie, table
 from specserve_kernels.cpu.plans import ESTIMATES, MODEL, SHARES, ModelRun
 
 NO_NODES = list[int]()  # it is never changed
@@ -50,14 +49,17 @@ class RequestDraft:
     """A running request: the sources that serve it, and its draft of the latest step."""
 
     def __init__(
-        self, request: Request, acceptance: AcceptanceStats, models: Sequence[str]
+        self,
+        request: Request,
+        acceptance: AcceptanceStats,
+        models: Sequence[str],
+        num_ids: int | None,
     ) -> None:
-        """`models` lists the models that the request allows."""
-        self.request, self.models = request, models
+        """`models` lists the models that the request allows. Draft tokens are below `num_ids`."""
+        self.request, self.models, self.num_ids = request, models, num_ids
         self.begun: list[DraftSource] = []  # sources that know the request
         self.allowed: list[DraftSource] = []  # those of them that it allows
-        self.nodes = NO_NODES  # those that became its draft, in order
-        self.tried: tuple[str, ...] = ()  # models that were run for it as a trial
+        self.nodes = NO_NODES  # those that became its draft, in order, if it wants details
         self.native, self.handle = acceptance.native, 0
         self.use(acceptance)
 
@@ -68,31 +70,32 @@ class RequestDraft:
         """Use these statistics of its scope from now on."""
         sampling, before = self.request.sampling, self.handle
         self.acceptance = acceptance  # it is freed later than this
-        self.max_depth = sampling.speculation.max_depth or MAX_NODES
-        given = self.request.id, sampling.temperature > 0, self.max_depth
+        max_depth = sampling.speculation.max_depth or MAX_NODES
+        given = self.request.id, sampling.temperature > 0, max_depth
         self.handle = self.native.root(acceptance.handle, *given)
         if before:
             self.native.free_root(before)
-        self.calibration = acceptance.calibration(sampling.temperature)
+        calibration = acceptance.calibration(sampling.temperature)
+        self.trie: BaseTrie = calibration.trie(self.request.id, None, self.num_ids)
+        self.native.set_trie(self.handle, self.trie.handle)
         self.bind()
 
     def bind(self) -> None:
         """Let its sources serve it."""
-        tries: Any = self.calibration  # in C++
-        number, number_in_tries = self.acceptance.plans.number, tries.number
+        number, number_in_trie = self.acceptance.plans.number, self.trie.number
         self.estimating = list[tuple[DraftSource, str, int]]()  # with the bit of their place
         self.names = [*(source.name for source in self.allowed), *self.models]
+        self.is_extended = any(source.extends_paths for source in self.allowed)
         fields = array("q")
         for place, source in enumerate(self.allowed):
-            serving = source.serving(self.request.id)
+            name, serving = source.name, source.serving(self.request.id)
             if serving.is_estimating:
-                self.estimating.append((serving, source.name, 1 << place))
+                self.estimating.append((serving, name, 1 << place))
             means = ESTIMATES if serving.is_estimating else SHARES
-            fields.extend((number(source.name), number_in_tries(source.name), means))
+            fields.extend((number(name), number_in_trie(name), means, serving.address))
         for name in self.models:
-            fields.extend((number(name), number_in_tries(name), MODEL))
+            fields.extend((number(name), number_in_trie(name), MODEL, 0))
         self.native.bind(self.handle, len(self.names), fields.buffer_info()[0])
-        self.trie: BaseTrie | None = None  # of the latest step
 
     def add(self, source: DraftSource) -> None:
         self.begun.append(source)
@@ -107,36 +110,30 @@ class RequestDraft:
             if source not in self.begun:
                 self.add(source)
 
-    def begin_step(
-        self, scheduled: ScheduledRequest, asked: int, most: int, num_ids: int | None
-    ) -> None:
-        """Begin a draft of at most `most` tokens per source. `asked` has the bits of the sources to
-        ask. Tokens are below `num_ids`.
+    def begin_step(self, scheduled: ScheduledRequest, asked: int, limit: int) -> None:
+        """Begin a draft. `asked` has the bits of the sources in Python to ask, each for at most
+        `limit` tokens.
         """
-        request = self.request
-        self.scheduled, self.asked = scheduled, asked
-        if self.trie is None:
-            self.trie = self.calibration.trie(request.id, None, num_ids)
-            self.ask = RequestCandidates(self.trie, 0, self.max_depth)
-            self.native.set_trie(self.handle, self.trie.handle)
-        self.trie.rules = None if request.text is None else request.text.grammar
-        self.ask.limit = limit = scheduled.draft_limit
-        self.ask.behind = 0.0
-        self.item = scheduled.draft_item(min(limit, self.max_depth, most))
-        self.proposed: dict[str, int] = {}  # number of candidates by source
-        self.nodes, self.tried = NO_NODES, ()
+        self.scheduled, self.asked, self.limit = scheduled, asked, limit
+        self.trie.rules = None if self.request.text is None else self.request.text.grammar
+        self.trie.num_continued = 0
+        self.proposed: dict[str, int] = {}  # number of candidates by source in Python
+        self.tried: tuple[str, ...] = ()  # models that were run for it as a trial
+
+    @property
+    def item(self) -> DraftRequest:
+        """Return the request in the form that sources get."""
+        return self.scheduled.draft_item(self.limit)
 
 
-def note_targets(late: Sequence[RequestDraft], now: float, step_seconds: float) -> None:
-    """Set how far requests with a target are behind it. Only the most urgent priority with late
+def behind_targets(requests: Sequence[Request], now: float, step_seconds: float) -> list[float]:
+    """Return how far requests are behind their targets. Only the most urgent priority with late
     requests counts; it goes first.
     """
-    for root in late:
-        root.ask.behind = behind(root.request, now, step_seconds)
-    urgent = min([r.request.sampling.priority for r in late if r.ask.behind > 0], default=None)
-    for root in late:
-        if urgent is not None and root.request.sampling.priority > urgent:
-            root.ask.behind = 0.0
+    late = [behind(request, now, step_seconds) for request in requests]
+    priorities = [request.sampling.priority for request in requests]
+    urgent = min([p for p, tokens in zip(priorities, late, strict=True) if tokens], default=None)
+    return [t if p == urgent else 0.0 for p, t in zip(priorities, late, strict=True)]
 
 
 def behind(request: Request, now: float, step_seconds: float) -> float:
@@ -192,7 +189,6 @@ class AdaptiveSpeculator:
         self.num_scopes, self.is_paused = 0, False  # of the step; if all of them are paused
         self.stepped: list[RequestDraft] = []  # its roots
         self.roots: dict[int, RequestDraft] = {}  # those for which sources were asked, by request
-        self.saved_per_draft_token = self.row_seconds = 0.0  # seconds, measured
         self.verified = 0.0  # seconds of the target's forward
         self.making = 0.0  # seconds of drafting and of learning
         self.asking = 0.0  # seconds of the sources, models aside
@@ -204,7 +200,7 @@ class AdaptiveSpeculator:
         """Keep the statistics of another speculator. If the draft model changes, drop the
         model's.
         """
-        before.settle()
+        before.plans.settle(before.settled(), before.considering)
         before.acceptance.make = self.acceptance.make
         self.planner, self.acceptance = before.planner, before.acceptance
         self.number = before.number
@@ -219,93 +215,99 @@ class AdaptiveSpeculator:
 
     def draft(self, scheduled: Sequence[ScheduledRequest]) -> None:
         start, asked_before = perf_counter(), bool(self.roots)
-        self.settle()
+        planning = self.settled()
         self.plan, self.step = None, self.scheduler.step
         self.number += 1
-        due = self.due([s for s in scheduled if s.is_root])
+        due = self.due([s for s in scheduled if s.is_root], planning)
         for model in self.models if due or asked_before else ():
-            model.lend([root.request for _, root, _, _ in due])
-        self.considering = -start + (start := perf_counter())
+            model.lend([root.request for root in due])
+        asking = self.plans.told.asking if due else 0.0
+        self.considering = -start + (start := perf_counter()) - asking
         if due:
             self.make(due)
             growing = sum([one.catching_up for one in self.model_sources])
-            self.making = perf_counter() - start - growing
+            self.making = perf_counter() - start + asking - growing
             # A plan is reported only to a scope that has all roots and prompts of the step.
             prompts = scheduled if self.step.prompt_rows else ()
-            is_own = self.num_scopes == 1 and len({scope_of(s.request) for s in prompts}) < 2
+            is_own = self.plans.told.num_scopes == 1
+            is_own = is_own and len({scope_of(s.request) for s in prompts}) < 2
             if is_own and self.plan is not None:
-                due[0][1].acceptance.last = self.plan, self.step
+                due[0].acceptance.last = self.plan, self.step
 
-    def due(
-        self, roots: Sequence[ScheduledRequest]
-    ) -> list[tuple[ScheduledRequest, RequestDraft, int, int]]:
-        """Begin a step of the roots' scopes. Return the roots for which sources are asked, with the
-        bits of these sources, and the usual number of draft tokens to ask for.
+    def due(self, roots: Sequence[ScheduledRequest], planning: float) -> list[RequestDraft]:
+        """Begin a step of the roots' scopes. Return the roots for which sources are asked.
+        `planning`: see `settled`.
         """
-        rows, self.stepped, self.is_paused = list[int](), [], False
+        rows, stepped = list[int](), list[RequestDraft]()
         for item in roots:
             request = item.request
             root = self.served.get(request.id) or self.serve(request)
-            if request.text is not None and request.text.grammar is not None:
-                root.constrain(self.constrained, request.text.grammar)
-            rows += root.handle, item.draft_limit, request.num_output > 0
-            self.stepped.append(root)
-        if not rows:
-            return []
-        self.num_scopes, num_paused, places, due = self.plans.consider(
-            rows, self.number, self.asks_always, self.step, self.planner.costs
-        )
-        self.is_paused = num_paused == self.num_scopes
-        if any(due):
-            self.estimate([self.stepped[place] for place in places], due)
-        asked = self.plans.ask(len(places)) if places else ()
-        return [(roots[place], self.stepped[place], bits, n) for place, bits, n in asked]
+            grammar = None if request.text is None else request.text.grammar
+            if grammar is not None:
+                root.constrain(self.constrained, grammar)
+            given = root.handle, item.draft_limit, request.num_output > 0, grammar is not None
+            rows += *given, *request.token_ids.buffer_info()
+            stepped.append(root)
+        plans, told, costs = self.plans, self.plans.told, self.planner.costs
+        taken = planning, self.considering
+        plans.begin(*taken, rows, self.number, self.asks_always, self.step, costs)
+        self.stepped = stepped  # those of the step before lived until now
+        self.is_paused = told.num_scopes > 0 and told.num_paused == told.num_scopes
+        if told.num_due:
+            self.estimate(told.due[: 3 * told.num_due])
+        found = iter(told.asked[: 3 * told.num_asked])
+        due = list[RequestDraft]()
+        for place, asked, limit in zip(found, found, found, strict=True):
+            due.append(root := self.stepped[place])
+            root.begin_step(roots[place], asked, limit)
+        return due
 
-    def estimate(self, roots: Sequence[RequestDraft], due: Sequence[int]) -> None:
-        """Let each source whose estimates are due estimate its requests together."""
-        by_source = dict[DraftSource, tuple[str, list[int]]]()
-        for place, (root, bits) in enumerate(zip(roots, due, strict=True)):
+    def estimate(self, due: Sequence[int]) -> None:
+        """Let each source whose estimates are due estimate its requests together, and choose the
+        sources to ask. `due`: see `Told` in C++.
+        """
+        by_source = dict[DraftSource, tuple[str, list[int], list[Request]]]()
+        each = iter(due)
+        for number, place, bits in zip(each, each, each, strict=True):
+            root = self.stepped[place]
             for source, name, bit in root.estimating:
                 if bits & bit:
-                    by_source.setdefault(source, (name, []))[1].append(place)
+                    _, numbers, requests = by_source.setdefault(source, (name, [], []))
+                    numbers.append(number)
+                    requests.append(root.request)
         start = perf_counter()
-        for source, (name, places) in by_source.items():
-            requests = [roots[place].request for place in places]
+        for source, (name, numbers, requests) in by_source.items():
             found = source.expected_of_each([(r.id, r.token_ids) for r in requests])
-            each = (-start + (start := perf_counter())) / len(places)
-            self.plans.set_estimates(name, places, found, each)
+            taken = (-start + (start := perf_counter())) / len(numbers)
+            self.plans.set_estimates(name, numbers, found, taken)
+        self.plans.ask()
 
-    def make(self, due: Sequence[tuple[ScheduledRequest, RequestDraft, int, int]]) -> None:
-        """Ask the sources, and choose the nodes to verify. Sources are asked for about twice the
-        draft tokens that were lately verified, or for `least` if that is more.
-        """
-        least, roots = LEAST_ASKED // len(due), [root for _, root, _, _ in due]
-        used = [root.trie for root in roots if root.trie is not None]
-        if used:
-            used[0].clear_each(used)
-        for scheduled, root, asked, usual in due:
-            root.begin_step(scheduled, asked, usual if usual > least else least, self.num_ids)
-        self.roots = {root.request.id: root for root in roots}
-        self.step = step = msgspec.structs.replace(self.step, kept=self.plans.kept_share)
-        if late := [root for root in roots if root.request.tpot is not None]:
-            note_targets(late, perf_counter(), self.planner.costs.of(step))
-        self.asking = 0.0
-        for model_source in self.model_sources:
-            model_source.begin()
+    def make(self, roots: Sequence[RequestDraft]) -> None:
+        """Ask the sources in Python and the models, and choose the nodes to verify."""
+        plans, self.roots = self.plans, {root.request.id: root for root in roots}
+        self.step = step = msgspec.structs.replace(self.step, kept=plans.told.kept)
+        if any([root.request.tpot is not None for root in roots]):
+            requests, seconds = [root.request for root in roots], self.planner.costs.of(step)
+            plans.set_behind(behind_targets(requests, perf_counter(), seconds))
+        self.asking, growing = plans.told.asking, 0.0
         try:
-            by_source = self.by_source(roots)
-            for source in self.sources:
-                if source.name in by_source:
-                    self.ask(source, by_source[source.name])
-            self.extend(roots)
-            growing = self.grow(by_source)
+            if any([root.asked or root.is_extended for root in roots]):
+                growing = self.ask_sources(roots)
         finally:
             for model in self.models:
                 model.take_back()
         step.spent = self.asking + growing
-        asks = [root.ask for root in roots]
-        self.plan = self.planner.choose(asks, self.step, self.scheduler.draft_rows)
-        self.cut(roots, asks, self.plan)
+        self.plan = self.planner.choose(plans, step, self.scheduler.draft_rows)
+        self.cut(roots, self.plan)
+
+    def ask_sources(self, roots: Sequence[RequestDraft]) -> float:
+        """Ask the sources in Python and the models; return the seconds of models."""
+        by_source = self.by_source(roots)
+        for source in self.sources:
+            if source.name in by_source:
+                self.ask(source, by_source[source.name])
+        self.extend(roots)
+        return self.grow(by_source)
 
     def by_source(self, roots: Sequence[RequestDraft]) -> dict[str, list[RequestDraft]]:
         """Return the roots that each source is asked for."""
@@ -315,21 +317,21 @@ class AdaptiveSpeculator:
                 found.setdefault(name, []).append(root)
         return found
 
-    def settle(self) -> None:
-        """Update the accounts of sources after a step."""
-        roots, self.roots = [*self.roots.values()], {}
-        is_verified = len(roots) > 0 and self.plan is not None
-        growing = sum([model_source.seconds for model_source in self.model_sources])
-        saved, planning = self.saved_per_draft_token, self.making - growing - self.asking
-        taken = saved if is_verified else 0.0, planning, self.considering
-        runs = list[ModelRun]()
-        if self.model_sources and is_verified and saved:
+    def settled(self) -> float:
+        """End a step: note the models that were run, and return the seconds of planning."""
+        roots, self.roots, planning = self.roots.values(), {}, self.making - self.asking
+        if not self.model_sources:
+            return planning
+        if roots:
             runs = [
                 ModelRun(self.plans.number(s.name), s.is_trial_alone, s.seconds, s.catching_up)
                 for s in self.model_sources
             ]
-        self.plans.settle(taken, runs, [x for r in roots for x in self.bits_of(r)] if runs else ())
-        self.stepped = []
+            self.plans.note_models(runs, [x for root in roots for x in self.bits_of(root)])
+        growing = sum([model_source.seconds for model_source in self.model_sources])
+        for model_source in self.model_sources:
+            model_source.begin()
+        return planning - growing
 
     def bits_of(self, root: RequestDraft) -> tuple[int, int]:
         """Return bits of the models that were run for a root as a trial only, and of those that
@@ -347,7 +349,7 @@ class AdaptiveSpeculator:
         """Add a source's candidates."""
         name, start = source.name, perf_counter()
         try:
-            found = source.add_candidates([r.item for r in roots], [r.ask.trie for r in roots])
+            found = source.add_candidates([r.item for r in roots], [r.trie for r in roots])
             for root, number in zip(roots, found, strict=True):
                 root.proposed[name] = number
         except KVLost:
@@ -367,7 +369,7 @@ class AdaptiveSpeculator:
             start = perf_counter()
             try:
                 for root in own:
-                    source.extend(root.ask.trie, root.item, root.proposed)
+                    source.extend(root.trie, root.item, root.proposed)
             except Exception:  # an error of a source must not change any text
                 self.spec_stats.failed(source.name)
             self.took(source.name, perf_counter() - start, is_extension=True)
@@ -385,15 +387,14 @@ class AdaptiveSpeculator:
         asked = [one for one in self.model_sources if one.name in by_source]
         if not asked:
             return 0.0
-        policy = self.depth_policy([root.ask for root in self.roots.values()])
+        policy = self.depth_policy()
         for one in sorted(asked, key=lambda one: one.model.costs.seconds(1, 0, 1)):
             self.grow_by(one, by_source[one.name], policy)
         return policy.spent
 
-    def depth_policy(self, asks: Sequence[RequestCandidates]) -> DraftDepthPolicy:
+    def depth_policy(self) -> DraftDepthPolicy:
         """Return the policy for running levels of models in this step, after other sources."""
-        [first, *_] = asks
-        values = first.trie.select(asks, self.scheduler.draft_rows).values
+        values = self.plans.select(self.scheduler.draft_rows)
         return DraftDepthPolicy(self.planner.costs, self.step, values)
 
     def grow_by(
@@ -404,7 +405,7 @@ class AdaptiveSpeculator:
         scopes = [root.acceptance for root in roots]
         levels = DraftDepthController(policy, scopes, name, own.model, requests, source.max_depth)
         try:
-            tries = [RequestTrie(root.item, root.ask.trie, root.proposed) for root in roots]
+            tries = [RequestTrie(root.item, root.trie, root.proposed) for root in roots]
             source.grow(tries, levels, self.extending)
         except KVLost:
             raise
@@ -418,30 +419,27 @@ class AdaptiveSpeculator:
         own.seconds = taken - own.catching_up
         self.spec_stats.took(name, taken)
 
-    def cut(
-        self, roots: Sequence[RequestDraft], asks: Sequence[RequestCandidates], plan: Plan
-    ) -> None:
+    def cut(self, roots: Sequence[RequestDraft], plan: Plan) -> None:
         """Build the plan's drafts, and reserve their slots."""
-        chosen, columns, end = list[ScheduledRequest](), plan.columns(asks), 0
-        self.plans.note_drafts(columns.addresses)
-        for root, count in zip(roots, columns.counts, strict=True):
+        chosen, end = list[ScheduledRequest](), 0
+        counts, tokens, parents, expanded = self.plans.drafts(plan.size)
+        is_expanded = any(expanded)
+        for root, count in zip(roots, counts, strict=True):
             if count:
                 begin, end = end, end + count
-                root.scheduled.draft = columns.draft(begin, end)
-                root.nodes = columns.nodes[begin:end]
+                ran = expanded[begin:end] if is_expanded else NO_NODES
+                draft = Draft(tokens[begin:end], parents[begin:end], ran if any(ran) else [])
+                root.scheduled.draft = draft
+                if root.request.sampling.return_speculation_details:
+                    root.nodes = self.plans.told.nodes[begin:end]
                 chosen.append(root.scheduled)
         self.scheduler.reserve_draft_slots(chosen)
         plan.rows = self.step.rows + sum([len(scheduled.draft.tokens) for scheduled in chosen])
 
     def timed(self, seconds: float) -> None:
-        plan, step, self.verified = self.plan, self.step, seconds
-        if plan is None:
-            return
-        self.planner.observe(plan, step, seconds)
-        # Other load slows all rows alike.
-        found = self.plans.prices(step, self.planner.costs, plan.rows - step.rows, seconds)
-        self.saved_per_draft_token, self.row_seconds = found
-        self.spec_stats.begin(*found)
+        self.verified = seconds
+        if self.plan is not None:
+            self.planner.observe(self.plan, self.step, seconds)
 
     def collect_successors(
         self,
@@ -465,44 +463,49 @@ class AdaptiveSpeculator:
     def learn(
         self, items: Sequence[ScheduledRequest], paths: Sequence[AcceptedPath]
     ) -> list[StepCounts]:
-        start, counts = perf_counter(), list[StepCounts]()
+        start, counts, plan = perf_counter(), [NO_COUNTS] * len(items), self.plan
         rows, nodes, tokens = list[int](), list[int](), list[int]()
         learnt = list[tuple[int, RequestDraft, AcceptedPath]]()  # with places in `counts`
-        for item, path in zip(items, paths, strict=True):
+        for place, (item, path) in enumerate(zip(items, paths, strict=True)):
             root = self.roots.get(item.request.id)
-            counts.append(NO_COUNTS)
-            if root is None or not path.tokens:
+            if root is None or plan is None or not path.tokens:
                 continue
-            learnt.append((len(counts) - 1, root, path))
-            size = len(root.scheduled.draft.tokens)
-            rows += root.handle, size, len(path.nodes), len(path.tokens)
+            learnt.append((place, root, path))
+            rows += root.handle, len(item.draft.tokens), len(path.nodes), len(path.tokens)
             nodes += path.nodes
             tokens += path.tokens
-        if learnt:
-            prices = self.saved_per_draft_token, self.row_seconds
-            num_sources = sum([len(root.names) for _, root, _ in learnt])
-            found, sums = self.plans.learn(rows, nodes, tokens, prices, num_sources)
-            each = iter(found)
-            for place, root, path in learnt:
-                counts[place] = self.count(root, path, each)
-            self.spec_stats.add(self.plans.names, sums)
+        if learnt and plan is not None:
+            plans, told, num_drafts = self.plans, self.plans.told, plan.rows - self.step.rows
+            plans.learn(rows, nodes, tokens, self.planner.costs, num_drafts, self.verified)
+            found = told.found[: 5 * told.num_found]
+            by_request: list[list[int]] = [[] for _ in learnt]
+            for k in range(0, len(found), 5):
+                by_request[found[k]] += found[k + 1 : k + 5]
+            for (place, root, path), own in zip(learnt, by_request, strict=True):
+                counts[place] = self.count(root, path, own)
+            self.spec_stats.add(plans.names, iter(told.sums[: told.num_sums]))
         self.making += perf_counter() - start
         return counts
 
-    def count(self, root: RequestDraft, path: AcceptedPath, found: Iterator[int]) -> StepCounts:
-        """Count the draft's tokens by source, and notify the sources. `found` yields the numbers of
-        its verified and accepted draft tokens by source.
+    def count(self, root: RequestDraft, path: AcceptedPath, found: Sequence[int]) -> StepCounts:
+        """Count the draft's tokens by source, and notify the sources. `found` has the numbers of
+        sources, and of their draft tokens: proposed in C++, verified, and accepted.
         """
-        draft, stats = root.scheduled.draft, self.spec_stats
-        by_source = [(name, next(found), next(found)) for name in root.names]
-        counts = stats.counts_of(root.proposed, by_source)
+        draft, stats, proposed = root.scheduled.draft, self.spec_stats, root.proposed
+        counts = stats.nothing.copy()
+        for name, some in proposed.items():
+            counts[name] = SourceCounts(some)
+            stats.sums[name].proposed += some
+        for k in range(0, len(found), 4):
+            name, some = self.plans.names[found[k]], found[k + 1]
+            counts[name] = SourceCounts(proposed.get(name, some), *found[k + 2 : k + 4])
         if not draft.tokens:
             return counts, None
         for source in self.observing:
             stats.notify(source, "observe", root.request.id, draft, path.nodes)
         if not root.request.sampling.return_speculation_details:
             return counts, None
-        sources = [root.ask.trie.sources(node) for node in root.nodes[: len(draft.tokens)]]
+        sources = [root.trie.sources(node) for node in root.nodes[: len(draft.tokens)]]
         return counts, stats.tree_of(draft, sources, path.nodes)
 
     def begin(self, request: Request) -> None:
@@ -530,7 +533,7 @@ class AdaptiveSpeculator:
         acceptance.expect_more()  # the request may differ from earlier ones
         allows = request.sampling.speculation.allows
         models = [source.name for source in self.model_sources if allows(source.name)]
-        self.served[request.id] = root = RequestDraft(request, acceptance, models)
+        self.served[request.id] = root = RequestDraft(request, acceptance, models, self.num_ids)
         return root
 
     def forget(self, id: int) -> None:

@@ -10,9 +10,9 @@ part of a step's time. Trials of sources that do not pay have a budget. Accounts
 
 import weakref
 from array import array
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from ctypes import byref
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -27,6 +27,7 @@ from specserve.speculation.constants import (
     HOPED,
     KEPT,
     LATELY,
+    LEAST_ASKED,
     LEAST_EXPECTED,
     MOST_LOST,
     PATIENCE,
@@ -38,50 +39,38 @@ from specserve.speculation.constants import (
 )
 from specserve.speculation.costs import Step, StepCosts
 from specserve_drafters.base import make_calibration
-from specserve_drafters.candidates import (
-    MAX_NODES,
-    ChosenDraft,
-    Selection,
-    Size,
-)
-from specserve_drafters.trie import (
-    CHILDREN_BY,
-    AcceptancePrior,
-    BinCounts,
-    RequestCandidates,
-)
+from specserve_drafters.candidates import MAX_NODES, Size, WeighedSizes
+from specserve_drafters.trie import CHILDREN_BY, LEAST_VALUE, AcceptancePrior, BinCounts
 from specserve_kernels.cpu import BuildError
-from specserve_kernels.cpu.plans import SUMS, ModelRun, PlanSettings, plan_functions
+from specserve_kernels.cpu.plans import ModelRun, PlanSettings, Told, plan_functions
 
 
 class Plan(msgspec.Struct):
-    """The chosen draft tokens, and the step's expected results."""
+    """A chosen number of draft tokens, and the step's expected results."""
 
-    found: Selection
-    size: int  # the first of these nodes are chosen
+    size: int
     rows: int  # including draft tokens
     tokens: float
     seconds: float
     rival: float | None = None  # best known rate, if the plan tries rows of unknown cost
-    is_cut: bool = False  # its drafts are in the buffers of tries in C++
 
     @property
     def rate(self) -> float:
         """Return expected tokens per second."""
         return self.tokens / self.seconds
 
-    def cut(self, asks: Sequence[RequestCandidates]) -> list[tuple[ChosenDraft, float]]:
-        """Return the draft of each request, and how many of its likely nodes the estimates alone
-        expect to be accepted.
-        """
-        return asks[0].trie.cut(asks, self.found, self.size, LEAST_EXPECTED)
 
-    def columns(self, asks: Sequence[RequestCandidates]) -> Any:
-        """Return the same of tries in C++ by column, see `CutColumns`."""
-        trie: Any = asks[0].trie
-        if not self.is_cut:
-            trie.cut_columns(asks, self.found, self.size, LEAST_EXPECTED)
-        return trie.columns(len(asks), self.size)
+class Drafting(Protocol):
+    """The requests of a step that may have draft tokens."""
+
+    def weigh(self, most: int, step: Step, costs: StepCosts) -> WeighedSizes:
+        """Select at most `most` draft tokens by falling value, and find the best number of them.
+
+        Tokens that a late request needs to meet its target come first; the latest request leads.
+        Only right edges of row buckets, and all tokens, are compared: rows up to an edge are free.
+        A step that exceeds the allowed time gets none.
+        """
+        ...
 
 
 class ExplorationSchedule:
@@ -107,35 +96,6 @@ class ExplorationSchedule:
         self.waits.pop(key, None)
 
 
-def choose(
-    asks: Sequence[RequestCandidates],
-    step: Step,
-    costs: StepCosts,
-    most: int,
-    is_tried: Callable[[int], bool] = lambda rows: False,
-) -> Plan:
-    """Choose at most `most` draft tokens so that the step has the highest expected rate.
-
-    If rows of unknown cost may be better, is_tried(rows) decides.
-    """
-    if not asks:
-        return Plan(Selection.of([]), 0, step.rows, step.num_roots, step.spent + costs.of(step))
-    weighed = asks[0].trie.weigh(asks, most, LEAST_EXPECTED, step, costs)
-    found, known, hoped, is_cut = weighed
-    best, rival = known, None
-    if known.size and costs.is_stale(step.rows):
-        plain = costs.of(step)
-        # Rows may only seem free: no plan shows that steps without draft tokens have become faster.
-        if known.seconds < SEEM_FREE * (step.spent + plain):
-            seconds = step.spent + HOPED * plain
-            none = Size(0, 0.0, seconds, step.root_tokens / seconds)
-            hoped = max(hoped, none, key=lambda size: size.rate)
-    if hoped.rate > BETTER * known.rate and is_tried(step.rows + hoped.size):
-        best, rival, is_cut = hoped, step.kept * known.rate, False
-    tokens = step.num_roots + step.kept * best.gain
-    return Plan(found, best.size, step.rows + best.size, tokens, best.seconds, rival, is_cut)
-
-
 def tokens_behind(target: float, since_first: float, num_output: int, seconds: float) -> float:
     """Return how many tokens beyond the next a request needs in a step of `seconds` to meet its
     target. The limit is two steps' worth of tokens: older delays cannot be recovered.
@@ -153,8 +113,22 @@ class Planner:
         # Trials of row counts whose cost is not known, by bit length.
         self.exploration = ExplorationSchedule(first=1, last=64)
 
-    def choose(self, asks: Sequence[RequestCandidates], step: Step, most: int) -> Plan:
-        return choose(asks, step, self.costs, most, self.is_tried)
+    def choose(self, drafting: Drafting, step: Step, most: int) -> Plan:
+        """Choose at most `most` draft tokens so that the step has the highest expected rate."""
+        known, hoped = drafting.weigh(most, step, self.costs)
+        best, rival = known, None
+        if known.size and self.costs.is_stale(step.rows):
+            plain = self.costs.of(step)
+            # Rows may only seem free: no plan shows that steps without draft tokens have become
+            # faster.
+            if known.seconds < SEEM_FREE * (step.spent + plain):
+                seconds = step.spent + HOPED * plain
+                none = Size(0, 0.0, seconds, step.root_tokens / seconds)
+                hoped = max(hoped, none, key=lambda size: size.rate)
+        if hoped.rate > BETTER * known.rate and self.is_tried(step.rows + hoped.size):
+            best, rival = hoped, step.kept * known.rate
+        tokens = step.num_roots + step.kept * best.gain
+        return Plan(best.size, step.rows + best.size, tokens, best.seconds, rival)
 
     def is_tried(self, rows: int) -> bool:
         return self.exploration.is_due(rows.bit_length())
@@ -209,9 +183,11 @@ class Plans:
         share = EXPLORATION if exploration is None else exploration
         settings = PlanSettings(
             *(FREE, FREE_ESTIMATES, RATE, SCOPE_RATE, share, REINVESTED, FADE, AT_FIRST),
-            *(MOST_LOST, COLD, LATELY, *KEPT, PATIENCE, PAUSE, MAX_NODES),
+            *(MOST_LOST, COLD, LATELY, *KEPT, PATIENCE, LEAST_VALUE, LEAST_EXPECTED),
+            *(PAUSE, MAX_NODES, LEAST_ASKED),
         )
         self.handle = self.native.plans(byref(settings))
+        self.told = Told.from_address(self.native.told(self.handle))
         weakref.finalize(self, self.native.free_plans, self.handle)
         self.numbers: dict[str, int] = {}  # by source
         self.names: list[str] = []
@@ -232,22 +208,28 @@ class Plans:
             number, share = self.number(name), 1 / len(sharing)
             self.native.use_source(self.handle, number, name in estimating, share)
 
-    def consider(
-        self, rows: Sequence[int], number: int, is_always: bool, step: "Step", costs: "StepCosts"
-    ) -> tuple[int, int, list[int], list[int]]:
-        """Begin a step. `rows` holds for each root its handle, its limit, and if it has output. If
-        `is_always`, estimating sources are asked, whether or not that is worth the planning.
+    def begin(
+        self,
+        planning: float,
+        considering: float,
+        rows: Sequence[int],
+        number: int,
+        is_always: bool,
+        step: Step,
+        costs: StepCosts,
+    ) -> None:
+        """Update all accounts after the step before, whose planning and considering took so many
+        seconds, and begin a step. If no estimate of a source in Python is due, choose the sources
+        to ask, and ask those in C++. `told` has the results.
 
-        -> how many scopes it has, how many of them are paused, the places of roots that are
-        considered, and bits of their sources whose estimates are due
+        rows       for each root, its handle, its limit, if it has output and rules, and the address
+                   and size of its text
+        is_always  estimating sources are asked, whether or not that is worth the planning
         """
-        rooted, num = array("q", rows), len(rows) // 3
-        out = array("q", bytes(16 * num + 16))
-        given = rooted.buffer_info()[0], num, number, is_always
-        addresses = byref(step.native), byref(costs.native), out.buffer_info()[0]
-        n = self.native.consider(self.handle, *given, *addresses)
-        scopes, paused, *found = out[: 2 * n + 2].tolist()
-        return scopes, paused, found[::2], found[1::2]
+        given = array("q", rows)
+        address, size = given.buffer_info()
+        asked = address, size // 6, number, is_always, byref(step.native), byref(costs.native)
+        self.native.begin(self.handle, planning, considering, *asked)
 
     def set_estimates(
         self, name: str, places: Sequence[int], expected: Sequence[float], each: float
@@ -257,73 +239,72 @@ class Plans:
         given = len(at), at.buffer_info()[0], values.buffer_info()[0], each
         self.native.set_estimates(self.handle, self.numbers[name], *given)
 
-    def ask(self, num: int) -> Iterable[tuple[int, int, int]]:
-        """Choose the sources to ask for `num` considered roots. Return for each root that asks any
-        its place, bits of the sources, and about how many draft tokens it uses.
-        """
-        out = array("q", bytes(24 * num))
-        n = self.native.ask(self.handle, out.buffer_info()[0])
-        found = iter(out[: 3 * n].tolist())
-        return zip(found, found, found, strict=True)
+    def ask(self) -> None:
+        """Choose the sources to ask once all estimates are set, and ask those in C++."""
+        self.native.ask(self.handle)
 
-    @property
-    def kept_share(self) -> float:
-        """Return the share of expected draft tokens that is accepted, of the step's roots."""
-        return self.native.kept_share(self.handle)
+    def set_behind(self, behind: Sequence[float]) -> None:
+        """Set how many tokens beyond the next each root needs to meet its target."""
+        values = array("d", behind)
+        self.native.set_behind(self.handle, values.buffer_info()[0])
+
+    def weigh(self, most: int, step: Step, costs: StepCosts) -> WeighedSizes:
+        """See `Drafting`; `step` is the one that began. `told` has the drafts of `known`."""
+        self.native.weigh(self.handle, most, step.spent, byref(costs.native))
+        size, gain, seconds, rate, *hoped = self.told.sizes
+        known = Size(int(size), gain, seconds, rate)
+        return WeighedSizes(known, Size(int(hoped[0]), *hoped[1:]))
+
+    def select(self, most: int) -> list[float]:
+        """Return the values of the draft tokens that `weigh` would select."""
+        self.native.select(self.handle, most)
+        values: list[float] = self.told.values[: self.told.num_selected]
+        return values
+
+    def drafts(self, size: int) -> tuple[list[int], list[int], list[int], list[int]]:
+        """Cut the drafts of the first `size` selected draft tokens.
+
+        -> numbers of draft tokens by root, and of all roots, one after the other, the tokens, their
+        parents and the draft model's numbers
+        """
+        told = self.told
+        if size != told.sizes[0]:
+            self.native.cut(self.handle, size)
+        columns = told.tokens[:size], told.parents[:size], told.expanded[:size]
+        return told.counts[: told.num_asked], *columns
 
     def took(self, name: str, seconds: float, is_extension: bool) -> None:
         """Count the work of a source in this step."""
         self.native.took(self.handle, self.numbers[name], seconds, is_extension)
-
-    def prices(
-        self, step: "Step", costs: "StepCosts", drafts: int, seconds: float
-    ) -> tuple[float, float]:
-        """Return the seconds that an accepted draft token saved, and that a row took, in a step of
-        `seconds` with so many draft tokens.
-        """
-        out = array("d", (0.0, 0.0))
-        given = byref(step.native), byref(costs.native), drafts, seconds
-        self.native.price_rows(*given, out.buffer_info()[0])
-        return out[0], out[1]
-
-    def note_drafts(self, addresses: tuple[int, int, int]) -> None:
-        """Note the drafts of roots that ask sources, see `CutColumns`."""
-        self.native.note_drafts(self.handle, *addresses)
 
     def learn(
         self,
         rows: Sequence[int],
         nodes: Sequence[int],
         tokens: Sequence[int],
-        prices: tuple[float, float],
-        num_sources: int,
-    ) -> tuple[list[int], "array[float]"]:
-        """Count the results of requests. `rows` holds for each its handle, and how many draft
-        tokens, accepted ones and new tokens it has. `num_sources` is of all of them together.
-
-        -> verified and accepted draft tokens by request and source, and `SourceSums`
+        costs: StepCosts,
+        num_drafts: int,
+        seconds: float,
+    ) -> None:
+        """Count the results of requests in a step, which took `seconds` with so many draft tokens.
+        `rows` holds for each its handle, and how many draft tokens, accepted ones and new tokens it
+        has. `told` has the counts.
         """
         given, of_nodes, of_tokens = array("q", rows), array("i", nodes), array("i", tokens)
-        counts = array("q", bytes(16 * num_sources))
-        sums = array("d", bytes(8 * SUMS * len(self.names)))
-        addresses = (a.buffer_info()[0] for a in (of_nodes, of_tokens))
-        out = (a.buffer_info()[0] for a in (counts, sums))
-        n = len(rows) // 4
-        self.native.learn(self.handle, given.buffer_info()[0], n, *addresses, *prices, *out)
-        return counts.tolist(), sums
+        address, size = given.buffer_info()
+        addresses = of_nodes.buffer_info()[0], of_tokens.buffer_info()[0], byref(costs.native)
+        self.native.learn(self.handle, address, size // 4, *addresses, num_drafts, seconds)
 
-    def settle(
-        self, taken: Sequence[float], models: Sequence[ModelRun], bits: Sequence[int]
-    ) -> None:
-        """Update all accounts after a step. `taken` holds the seconds that an accepted token saved,
-        of planning and of considering; `bits` are those of `note_models`.
+    def note_models(self, models: Sequence[ModelRun], bits: Sequence[int]) -> None:
+        """Note the models that were run in the step. `bits` has two numbers for each root, see
+        plans.cpp.
         """
-        runs, seconds = None, array("d", taken)
-        if models:
-            given = array("q", bits)
-            self.native.note_models(self.handle, given.buffer_info()[0])
-            runs = byref((ModelRun * len(models))(*models))
-        self.native.settle(self.handle, seconds.buffer_info()[0], runs, len(models))
+        given, runs = array("q", bits), (ModelRun * len(models))(*models)
+        self.native.note_models(self.handle, byref(runs), len(models), given.buffer_info()[0])
+
+    def settle(self, planning: float, considering: float) -> None:
+        """Update all accounts after a step."""
+        self.native.settle(self.handle, planning, considering)
 
     def clear(self) -> None:
         """Forget the step."""

@@ -5,7 +5,7 @@
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
@@ -29,7 +29,6 @@ from specserve.speculation.planner import Plan
 from specserve_drafters import ROOT, Draft
 from specserve_drafters.tenants import TenantScope
 from specserve_kernels import Logprobs
-from specserve_kernels.cpu.plans import SUMS
 
 log = logging.getLogger("specserve")
 
@@ -256,7 +255,6 @@ class SpecDecodeStats:
         for name in names:
             self.sums.setdefault(name, SourceStats())
         self.bits = {name: 1 << i for i, name in enumerate(self.sums)}
-        self.saved_per_draft_token = self.row_seconds = 0.0
         self.nothing = dict.fromkeys(names, NOTHING)
 
     def failed(self, name: str) -> None:
@@ -275,43 +273,20 @@ class SpecDecodeStats:
         self.sums[name].seconds += seconds
         self.sums[name].saved_seconds -= seconds
 
-    def begin(self, saved_per_draft_token: float, row_seconds: float) -> None:
-        """Begin a step: set the seconds that an accepted draft token saves, and that each row
-        costs.
-        """
-        self.saved_per_draft_token, self.row_seconds = saved_per_draft_token, row_seconds
-
-    def counts_of(
-        self, proposed: dict[str, int], verified: Sequence[tuple[str, int, int]]
-    ) -> dict[str, SourceCounts]:
-        """Return a request's counts by source. `verified` holds for each of its sources how many
-        draft tokens were verified and accepted.
-        """
-        counts = self.nothing.copy()
-        for name, number, accepted in verified:
-            if number or name in proposed:
-                some = proposed.get(name, 0)
-                self.sums[name].proposed += some
-                counts[name] = SourceCounts(some, number, accepted)
-        return counts
-
-    def add(self, names: Sequence[str], sums: Sequence[float]) -> None:
-        """Add the sums of a step by source, see `SourceSums` in C++."""
-        for name, begin in zip(names, range(0, len(sums), SUMS), strict=True):
-            if not sums[begin]:
-                continue
-            verified, accepted, saved = sums[begin : begin + 3]
-            own = self.sums[name]
-            own.verified += int(verified)
-            own.accepted += int(accepted)
-            own.saved_seconds += saved
-            depth, left = 0, int(accepted)
-            while left:
-                number = int(sums[begin + 3 + depth])
-                if depth == len(own.accepted_at):
-                    own.accepted_at.append(0)
-                own.accepted_at[depth] += number
-                depth, left = depth + 1, left - number
+    def add(self, names: Sequence[str], sums: Iterator[float]) -> None:
+        """Add sums of sources, see `Told` in C++; `names` is by number."""
+        for number in sums:
+            own, proposed, seconds = self.sums[names[int(number)]], next(sums), next(sums)
+            own.proposed += int(proposed)
+            own.seconds += seconds
+            own.verified += int(next(sums))
+            own.accepted += int(next(sums))
+            own.saved_seconds += next(sums) - seconds
+            by_depth = own.accepted_at
+            for depth in range(int(next(sums))):
+                if depth == len(by_depth):
+                    by_depth.append(0)
+                by_depth[depth] += int(next(sums))
 
     def tree_of(
         self, draft: Draft, sources: Sequence[Sequence[str]], accepted: Sequence[int]
@@ -326,16 +301,13 @@ class SpecDecodeStats:
         groups: SourceGroups,
         is_tree_asked: bool,
     ) -> StepCounts:
-        """Count a request's draft tokens of the step. Several sources of a token share its saved
-        seconds.
-        """
+        """Count a request's draft tokens of the step."""
         draft, sources, proposed = draft_sources
         sums, counts = self.sums, self.nothing.copy()
         for name, number in proposed.items():
             counts[name] = SourceCounts(number)
             sums[name].proposed += number
         for names, (number, right) in groups.items():
-            gain = self.saved_per_draft_token * right - self.row_seconds * number
             depths: Sequence[int] = range(right)
             if len(groups) > 1:
                 depths = [d for d, node in enumerate(accepted) if sources[node - 1] == names]
@@ -345,7 +317,6 @@ class SpecDecodeStats:
                 own.accepted += right
                 every.verified += number
                 every.accepted += right
-                every.saved_seconds += gain / len(names)
                 by_depth = every.accepted_at
                 if depths and depths[-1] >= len(by_depth):  # the first that was accepted so deep
                     by_depth += [0] * (depths[-1] + 1 - len(by_depth))

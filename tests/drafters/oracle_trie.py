@@ -2,6 +2,7 @@
 results.
 """
 
+from array import array
 from bisect import bisect, bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from functools import reduce
@@ -9,6 +10,9 @@ from heapq import heapify, heappop, heappush, heapreplace
 from itertools import accumulate
 from math import exp, inf
 from operator import add, itemgetter
+from typing import NamedTuple, Self
+
+import msgspec
 
 from specserve.speculation.constants import FEW, FINE
 from specserve.speculation.costs import Step, StepCosts, prefill_value
@@ -18,9 +22,7 @@ from specserve_drafters.candidates import (
     ChosenDraft,
     Draft,
     Rules,
-    Selection,
     Size,
-    WeighedSizes,
 )
 from specserve_drafters.trie import (
     BOUNDS,
@@ -41,7 +43,6 @@ from specserve_drafters.trie import (
     BaseTrie,
     BinCounts,
     CalibrationBin,
-    RequestCandidates,
     table,
 )
 
@@ -335,19 +336,6 @@ class Trie(BaseTrie):
             if len(scores) > 1:
                 self.calibration.agreed(scores, child == accepted)
 
-    def select(self, asks: "Sequence[RequestCandidates]", most: int) -> Selection:
-        return best(asks, most)
-
-    def weigh(
-        self,
-        asks: Sequence[RequestCandidates],
-        most: int,
-        likely: float,
-        step: Step,
-        costs: StepCosts,
-    ) -> WeighedSizes:
-        return weigh(asks, step, costs, most)
-
     def draft(self, chosen: Sequence[int]) -> ChosenDraft:
         path, rest, end = [ROOT], [], ROOT
         for node in chosen:
@@ -366,8 +354,46 @@ class Trie(BaseTrie):
         return ChosenDraft(draft, order, [tuple(self.sources(node)) for node in order])
 
 
+class Selection(NamedTuple):
+    """Selected draft tokens of a step, in order: each comes after its parent.
+
+    A draft token's value is the probability of its path.
+    """
+
+    values: "array[float]"
+    places: "array[int]"  # of the requests
+    nodes: "array[int]"
+
+    @classmethod
+    def of(cls, found: Sequence[tuple[float, int, int]]) -> Self:
+        """Create it from rows."""
+        columns = zip(*found, strict=True) if found else ((), (), ())
+        values, places, nodes = map(array, "dii", columns)
+        return cls(values, places, nodes)
+
+    def by_request(self, size: int, num_requests: int) -> list[list[int]]:
+        """Return the first `size` nodes of the selection, by request."""
+        if num_requests == 1:
+            return [self.nodes[:size].tolist()]
+        found: list[list[int]] = [[] for _ in range(num_requests)]
+        for place, node in zip(self.places[:size], self.nodes, strict=False):
+            found[place].append(node)
+        return found
+
+
+class RequestCandidates(msgspec.Struct, eq=False):
+    """A request with a root: its candidates and limits."""
+
+    trie: BaseTrie
+    limit: int  # most draft tokens of the request
+    max_depth: int = MAX_NODES
+    behind: float = 0.0  # tokens beyond the next that it needs in this step to meet its target
+
+
 def best(asks: Sequence[RequestCandidates], most: int) -> Selection:
-    """See `BaseTrie.select`."""
+    """Select up to `most` draft tokens of a step's requests, by falling value. Tokens that a late
+    request needs to meet its target come first; the latest request leads.
+    """
     if any(ask.behind > 0 for ask in asks):
         return Selection.of(most_urgent(asks, most))
     found = list[tuple[float, int, int]]()
@@ -433,8 +459,9 @@ def urgency(value: float, behind: float) -> float:
 
 def weigh(
     asks: Sequence[RequestCandidates], step: Step, costs: StepCosts, most: int
-) -> WeighedSizes:
-    """Select draft tokens, and find the best number of them; see `BaseTrie.weigh`.
+) -> tuple[Selection, Size, Size]:
+    """Select draft tokens, and find the best number of them, by the known costs and by the least
+    possible ones.
 
     Only right edges of row buckets, and all tokens, are compared: rows up to an edge are free. A
     step that exceeds the allowed time gets none.
@@ -451,8 +478,8 @@ def weigh(
     gains = [sums[size] for size in sizes]
     known = best_of(step, sizes, gains, costs, is_hopeful=False)
     if costs.are_known(step, sizes):
-        return WeighedSizes(found, known, known)
-    return WeighedSizes(found, known, best_of(step, sizes, gains, costs, is_hopeful=True))
+        return found, known, known
+    return found, known, best_of(step, sizes, gains, costs, is_hopeful=True)
 
 
 def best_of(

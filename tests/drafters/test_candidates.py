@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from specserve_drafters import ROOT, Draft
 from specserve_drafters.candidates import Candidate, checked, of_draft
-from specserve_drafters.trie import LEAST, UNSCORED, WORTH, RequestCandidates
+from specserve_drafters.trie import LEAST, UNSCORED, WORTH
+from tests.drafters.asks import Asks, RequestCandidates
 from tests.drafters.oracle_trie import Calibration, Trie, best, most_urgent
 from tests.drafters.paths import path_value
 
@@ -29,7 +30,7 @@ def likeliest(asks, most):
 
 
 def cut(trie, limit):
-    return trie.draft(trie.select([RequestCandidates(trie, limit)], limit).nodes).draft
+    return trie.draft(Asks([RequestCandidates(trie, limit)]).select(limit).nodes).draft
 
 
 def path(candidates, k):

@@ -24,7 +24,7 @@ from specserve.speculation.draft_depth import DraftDepthController
 from specserve.speculation.planner import Plan
 from specserve.speculation.speculator import FixedSpeculator
 from specserve_drafters import ROOT, Draft
-from specserve_drafters.candidates import Selection
+from specserve_drafters.candidates import MAX_NODES
 from specserve_drafters.ngram import NgramDrafter
 from specserve_kernels import load
 
@@ -173,30 +173,37 @@ class RandomGrowth:
 class RandomPlanner:
     """Plans by chance: any candidates whose parents are among them, and any rows of prompts."""
 
-    def __init__(self, scheduler, seed):
-        self.rng, self.costs = Random(seed), scheduler.costs
+    def __init__(self, speculator, seed):
+        scheduler = speculator.scheduler
+        self.speculator, self.rng, self.costs = speculator, Random(seed), scheduler.costs
         scheduler.prompt_rows = lambda roots, left: self.rng.randint(1, left) if left else 0
 
-    def choose(self, asks, step, most):
-        chosen = []
-        for place, ask in enumerate(asks):
-            closed, limit = [ROOT], min(ask.limit, most)
-            for node in range(1, len(ask.trie) + 1):
-                is_fit = ask.trie.parents[node] in closed and len(closed) <= limit
-                if is_fit and ask.trie.depths[node] <= ask.max_depth and self.rng.random() < 0.6:
+    def choose(self, plans, step, most):
+        plans.select(0)
+        told, chosen = plans.told, 0
+        for place, root in enumerate(self.speculator.roots.values()):
+            trie, sampling = root.trie, root.request.sampling
+            depth = sampling.speculation.max_depth or MAX_NODES
+            closed, limit = [ROOT], min(root.scheduled.draft_limit, most)
+            for node in range(1, len(trie) + 1):
+                is_fit = trie.parents[node] in closed and len(closed) <= limit
+                if is_fit and trie.depths[node] <= depth and self.rng.random() < 0.6:
                     closed.append(node)
-            chosen += [(0.5, place, node) for node in closed[1:]]
+            for node in closed[1:]:
+                told.values[chosen], told.places[chosen], told.selected[chosen] = 0.5, place, node
+                chosen += 1
             most -= len(closed) - 1
-        return Plan(Selection.of(chosen), len(chosen), step.rows + len(chosen), 1.0, 1.0)
+        told.sizes[0] = -1  # no draft is cut so far
+        return Plan(chosen, step.rows + chosen, 1.0, 1.0)
 
     def observe(self, plan, step, seconds):
         pass
 
 
 def plan_by_chance(engine, seed):
-    planner = RandomPlanner(engine.scheduler, seed)
+    planner = RandomPlanner(engine.speculator, seed)
     engine.speculator.planner = planner
-    engine.speculator.depth_policy = lambda asks: RandomGrowth(planner.rng)
+    engine.speculator.depth_policy = lambda: RandomGrowth(planner.rng)
 
 
 class Watch:

@@ -1,7 +1,9 @@
 """Plans of single steps. What they do over many steps is in tests/speculation/test_regret.py."""
 
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,10 +12,10 @@ from specserve.scheduling.scheduler import LEAST_CHUNK, allowed_seconds, prompt_
 from specserve.speculation.constants import KNOWN, LONG_AGO
 from specserve.speculation.costs import Step, StepCosts
 from specserve.speculation.draft_depth import DraftDepthPolicy
-from specserve.speculation.planner import ExplorationSchedule, Planner, choose, tokens_behind
+from specserve.speculation.planner import ExplorationSchedule, Planner, tokens_behind
 from specserve_drafters import ROOT
 from specserve_drafters.native import NativeCalibration
-from specserve_drafters.trie import RequestCandidates
+from tests.drafters.asks import Asks, RequestCandidates
 from tests.drafters.oracle_trie import Calibration, Trie
 from tests.drafters.paths import path_value
 
@@ -46,10 +48,19 @@ def chain(*p):
     return trie_of(enumerate(p))
 
 
+def planner_of(costs, tries=False):
+    """A planner that tries rows of unknown cost, or not."""
+    planner = Planner(costs)
+    planner.is_tried = lambda rows: tries
+    return planner
+
+
 def plan_of(tries, costs, limit=16, most=64, **step):
     roots = len(tries)
     step = {"rows": roots, "context": 0, "requests": roots, "num_roots": roots} | step
-    return choose([RequestCandidates(trie, limit) for trie in tries], Step(**step), costs, most)
+    asks = Asks(RequestCandidates(trie, limit) for trie in tries)
+    plan = planner_of(costs).choose(asks, Step(**step), most)
+    return SimpleNamespace(found=asks.found, rate=plan.rate, **msgspec.structs.asdict(plan))
 
 
 def nodes_of(plan, requests=1):
@@ -159,7 +170,7 @@ def test_plans_of_tries_in_cpp_are_the_same_as_in_python(candidates, data):
     )
     found = []
     for calibration in (Calibration(), NativeCalibration()):
-        asks = []
+        asks = Asks()
         for id, draft_tokens in enumerate(candidates):
             trie = calibration.trie(id)
             for token, (parent, p) in enumerate(draft_tokens):
@@ -167,9 +178,9 @@ def test_plans_of_tries_in_cpp_are_the_same_as_in_python(candidates, data):
             asks.append(RequestCandidates(trie, limit, 5, behind * (id % 2)))
         each = []
         for tried in (False, True):
-            plan = choose(asks, step, costs, most, lambda rows, tried=tried: tried)
+            plan = planner_of(costs, tried).choose(asks, step, most)
             numbers = plan.size, plan.rows, plan.tokens, plan.seconds, plan.rival
-            each.append((*plan.found, *numbers, *plan.cut(asks)))
+            each.append((*asks.found, *numbers, *asks.cut(plan.size)))
         found.append(each)
     assert found[0] == found[1]
 
@@ -269,7 +280,7 @@ def tries_of(seconds, *p):
             costs.observe(edge, 0, 1, 0.03)
     planner, step, tried = Planner(costs), Step(4, 0, 4, 4), []
     for n in range(40):
-        plan = planner.choose([RequestCandidates(chain(*p), 5) for _ in range(4)], step, 64)
+        plan = planner.choose(Asks(RequestCandidates(chain(*p), 5) for _ in range(4)), step, 64)
         tried += [n] if plan.rival is not None and plan.rows > 16 else []
         took = 0.03 if plan.rows <= 16 else seconds
         costs.observe(plan.rows, 0, 4, took)
@@ -299,7 +310,7 @@ def test_steps_without_drafts_are_run_again_if_they_may_have_become_faster():
             costs.observe(edge, 0, 1, 0.03)
     planner, plain = Planner(costs), []
     for n in range(2 * LONG_AGO):
-        plan = planner.choose([RequestCandidates(chain(0.15), 1) for _ in range(4)], step, 64)
+        plan = planner.choose(Asks(RequestCandidates(chain(0.15), 1) for _ in range(4)), step, 64)
         plain += [n] if plan.rows == 4 else []
         took = 0.02 if plan.rows == 4 else 0.03
         costs.observe(plan.rows, 0, 4, took)

@@ -13,7 +13,8 @@ from specserve.speculation.executor import DraftModelSource
 from specserve.speculation.verify import SourceGroups
 from specserve_drafters.base import DraftSource
 from specserve_drafters.candidates import MAX_NODES
-from specserve_drafters.trie import BaseTrie, RequestCandidates
+from specserve_drafters.trie import BaseTrie
+from tests.drafters.asks import RequestCandidates
 from tests.speculation.oracle_accounts import OracleStats as AcceptanceStats
 from tests.speculation.oracle_accounts import SavedShare, SourceAccount
 

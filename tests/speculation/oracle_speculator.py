@@ -7,8 +7,9 @@ import msgspec
 
 from specserve.engine.runner import KVLost
 from specserve.scheduling import ScheduledRequest
-from specserve.speculation.adaptive_speculator import AdaptiveSpeculator, note_targets
+from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
 from specserve.speculation.constants import LATELY, LEAST_ASKED
+from specserve.speculation.draft_depth import DraftDepthPolicy
 from specserve.speculation.planner import Plan
 from specserve.speculation.verify import (
     NO_COUNTS,
@@ -20,7 +21,7 @@ from specserve.speculation.verify import (
 from specserve_drafters import ROOT
 from specserve_drafters.base import DraftSource
 from specserve_drafters.tenants import PerTenant
-from specserve_drafters.trie import RequestCandidates
+from tests.drafters.asks import Asks, RequestCandidates
 from tests.speculation.oracle_accounts import OracleStats
 from tests.speculation.oracle_requests import (
     AskedSource,
@@ -45,6 +46,7 @@ class OracleSpeculator(AdaptiveSpeculator):
         given = {"sharing": names, "estimating": self.estimating_names}
         self.acceptance = PerTenant(lambda: OracleStats(**given))
         self.scopes: list[AcceptanceStats] = []  # of its roots
+        self.saved_per_draft_token = self.row_seconds = 0.0  # seconds, measured
         self.work: list[SourceWork] = []
 
     def serve(self, request):
@@ -121,8 +123,6 @@ class OracleSpeculator(AdaptiveSpeculator):
         kept = {trust: trust.value for trust in {root.kept for root in roots}}
         share = sum([kept[root.kept] for root in roots]) / len(roots)
         self.step = step = msgspec.structs.replace(self.step, kept=share)
-        if late := [root for root in roots if root.request.tpot is not None]:
-            note_targets(late, perf_counter(), self.planner.costs.of(step))
         self.asking, self.work = 0.0, []
         for model_source in self.model_sources:
             model_source.begin()
@@ -136,11 +136,16 @@ class OracleSpeculator(AdaptiveSpeculator):
             for model in self.models:
                 model.take_back()
         step.spent = self.asking + growing
-        asks = [root.ask for root in roots]
+        asks = Asks(root.ask for root in roots)
         self.plan = self.planner.choose(asks, self.step, self.scheduler.draft_rows)
         self.cut(roots, asks, self.plan)
         if len(self.scopes) == 1:
             self.scopes[0].last = self.plan, self.step
+
+    def depth_policy(self):
+        asks = Asks(root.ask for root in self.roots.values())
+        values = asks.select(self.scheduler.draft_rows).values
+        return DraftDepthPolicy(self.planner.costs, self.step, values)
 
     def settle(self) -> None:
         """Update the accounts of sources after a step."""
@@ -205,7 +210,7 @@ class OracleSpeculator(AdaptiveSpeculator):
     ) -> None:
         """Build the plan's drafts, and reserve their slots."""
         chosen = list[ScheduledRequest]()
-        for root, (found, expected) in zip(roots, plan.cut(asks), strict=True):
+        for root, (found, expected) in zip(roots, asks.cut(plan.size), strict=True):
             if found.nodes:
                 root.scheduled.draft, root.nodes, root.node_sources = found
                 root.expected = expected
@@ -230,7 +235,6 @@ class OracleSpeculator(AdaptiveSpeculator):
         plain = costs.of(step.without_prompts) if step.prompt_rows else none
         roots = without * plain / none
         self.saved_per_draft_token = roots / step.num_roots
-        self.spec_stats.begin(self.saved_per_draft_token, self.row_seconds)
 
     def learn(
         self, items: Sequence[ScheduledRequest], paths: Sequence[AcceptedPath]
@@ -265,6 +269,10 @@ class OracleSpeculator(AdaptiveSpeculator):
         groups = draft_sources.groups(accepted)
         is_tree_asked = root.request.sampling.return_speculation_details
         counts = stats.enter(draft_sources, accepted, groups, is_tree_asked)
+        for names, (number, right) in groups.items():
+            gain = self.saved_per_draft_token * right - self.row_seconds * number
+            for name in names:  # several sources of a token share its saved seconds
+                stats.sums[name].saved_seconds += gain / len(names)
         root.note_savings(groups, self.saved_per_draft_token, self.row_seconds)
         if root.expected:
             root.kept.add(len(accepted), root.expected)

@@ -9,8 +9,9 @@ from specserve.api.outputs import Generation
 from specserve.exchange.sampling_params import Sampling, Slo, SpeculationParams
 from specserve.speculation import planner
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
+from specserve.speculation.constants import KNOWN
 from specserve.speculation.costs import Step, StepCosts
-from specserve.speculation.planner import Plans, choose
+from specserve.speculation.planner import Planner, Plans
 from specserve.speculation.speculator import UserSource
 from specserve.speculation.verify import DraftSources
 from specserve.text.tokenizer import Tokenizer
@@ -18,10 +19,11 @@ from specserve_bench.local import reset_learned
 from specserve_drafters import ROOT, Draft
 from specserve_drafters.base import DraftSource
 from specserve_drafters.candidates import Candidate
+from specserve_drafters.lookup import NgramSource
 from specserve_drafters.native import NativeSource, ngram_source
 from specserve_drafters.tenants import DEFAULT_SCOPE
-from specserve_drafters.trie import RequestCandidates
 from tests.checkpoints import tiny_checkpoint, tiny_tokenizer
+from tests.drafters.asks import Asks, RequestCandidates
 from tests.drafters.oracle_trie import Calibration, Trie
 from tests.engine.clock import Clock
 from tests.engine.engines import (
@@ -96,6 +98,49 @@ def run(target, sources, max_tokens=60, **sampling):
     (request,) = Watch(engine).run([case])
     assert request.token_ids.tolist() == truth
     return engine
+
+
+class AskedInPython(NativeSource):
+    def __init__(self):
+        super().__init__()
+        self.address = 0
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_depth": 2}])
+def test_a_source_that_cpp_asks_drafts_and_counts_as_one_that_python_asks(target, limits):
+    """Also next to sources that Python asks, and within the limits of requests."""
+    found = []
+    for cls in (NativeSource, AskedInPython, NgramSource):
+        engine = engine_for(target, None, "auto", max_nodes=16)
+        engine.scheduler.timed, costs = (lambda rows, seconds: None), engine.scheduler.costs
+        for edge in costs.edges * KNOWN:
+            costs.observe(edge, 0, 1, STEP)  # all rows are free
+        engine.speculator = speculator = planned(engine, cls(), Guessing("guess", []))
+        ask_always(engine)
+        params = greedy(50, speculation=SpeculationParams(**limits))
+        for begin in range(3):
+            engine.add(PROMPT[begin:] * 2, params)
+        drafts = []
+        while not engine.is_idle:
+            outputs = engine.step()
+            roots = speculator.roots.items()
+            drafts.append([(id, root.scheduled.draft) for id, root in roots])
+            drafts.append([(one.id, one.sources) for one in outputs])
+        sums = engine.stats.sources["ngram"]
+        assert sums.verified > 50 and sums.accepted > 5
+        assert (sums.seconds > 0) == (cls is NativeSource)
+        found.append((drafts, sums.proposed, sums.verified, sums.accepted, sums.accepted_at))
+    for own in found[1:]:
+        assert own[1:] == found[0][1:]
+        for number, (want, got) in enumerate(zip(found[0][0], own[0], strict=True)):
+            assert got == want, number
+
+
+class Guessing(Oracle):
+    """Proposes the same two tokens in every step."""
+
+    def chain(self, tokens):
+        return super().chain([4, 7])
 
 
 class Late(Oracle):
@@ -415,13 +460,14 @@ def test_nonsense_of_a_scored_drafter_costs_no_text(target, found):
 def test_requests_behind_their_targets_say_so_of_the_most_urgent_priority_only(target):
     engine = engine_for(target, None, "auto", max_nodes=4)
     ask_always(engine)
-    seen, choose = [], engine.speculator.planner.choose
+    seen, plans = [], engine.speculator.plans
+    set_behind = plans.set_behind
 
-    def spy(asks, step, most):
-        seen.append(([ask.behind > 0 for ask in asks], step.allowed))
-        return choose(asks, step, most)
+    def spy(behind):
+        seen.append(([tokens > 0 for tokens in behind], engine.speculator.step.allowed))
+        set_behind(behind)
 
-    engine.speculator.planner.choose = spy
+    plans.set_behind = spy
     tight, loose = Slo(tpot_ms=1e-3), Slo(tpot_ms=1e6)
     for slo, priority in ((tight, 1), (tight, 0), (loose, 0), (Slo(), 0)):
         engine.add(PROMPT, greedy(9, slo=slo, priority=priority))
@@ -637,16 +683,15 @@ class Noting(Foretelling):
 @pytest.fixture
 def considering(clock, monkeypatch):
     """Returns a function that sets how many steps' time it takes to choose the sources to ask."""
-    consider = Plans.consider
+    begin = Plans.begin
 
     def take(steps):
-        def slow(*args):
-            found = consider(*args)
-            _, num_paused, *_ = found
-            clock.now += 0 if num_paused else steps * STEP
-            return found
+        def slow(plans, *args):
+            begin(plans, *args)
+            is_paused = plans.told.num_paused or not plans.told.num_scopes
+            clock.now += 0 if is_paused else steps * STEP
 
-        monkeypatch.setattr(Plans, "consider", slow)
+        monkeypatch.setattr(Plans, "begin", slow)
 
     return take
 
@@ -700,8 +745,9 @@ def test_plans_count_on_the_share_of_expected_tokens_that_is_kept(target):
             costs.observe(rows, 0, 1, STEP * (1 + 0.2 * (rows - 1)))
     trie = Trie(Calibration(), 1)
     trie.put(ROOT, 5, trie.calibrators["a"].weigh(0.3, 1))
-    asks = [RequestCandidates(trie, 4)]
-    found = [choose(asks, Step(1, 0, 1, 1, kept=kept), costs, 4) for kept in (1.0, 0.5)]
+    asks = Asks([RequestCandidates(trie, 4)])
+    steps = [Step(1, 0, 1, 1, kept=kept) for kept in (1.0, 0.5)]
+    found = [Planner(costs).choose(asks, step, 4) for step in steps]
     assert [plan.size for plan in found] == [1, 0]
-    [(_, expected)], p = found[0].cut(asks), trie.p[1]
+    [(_, expected)], p = asks.cut(1), trie.p[1]
     assert found[0].tokens == pytest.approx(1 + p) and expected == pytest.approx(p)

@@ -61,10 +61,10 @@ def state_of(engine):
     """The drafts and the accounts after a step."""
     speculator = engine.speculator
     roots = [
-        (id, root.nodes, root.scheduled.draft.tokens, root.proposed, root.tried)
+        (id, root.scheduled.draft, root.proposed, root.tried)
         for id, root in speculator.roots.items()
     ]
-    numbers = [speculator.saved_per_draft_token, speculator.row_seconds, engine.clock.now]
+    numbers = [*(prices(speculator) if speculator.roots else ()), engine.clock.now]
     for stats in speculator.acceptance.every:
         is_oracle = isinstance(stats, OracleStats)
         if is_oracle:
@@ -77,6 +77,13 @@ def state_of(engine):
     sums = speculator.spec_stats.sums
     counted = [(n, s.proposed, s.verified, s.accepted, s.accepted_at) for n, s in sums.items()]
     return roots, counted, numbers + [s.saved_seconds for s in sums.values()]
+
+
+def prices(speculator):
+    """Seconds that an accepted draft token saved, and that a row took."""
+    if isinstance(speculator, OracleSpeculator):
+        return speculator.saved_per_draft_token, speculator.row_seconds
+    return speculator.plans.told.saved, speculator.plans.told.row
 
 
 def account_of(stats, name, id):

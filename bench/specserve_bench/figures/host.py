@@ -29,6 +29,7 @@ from specserve_drafters.native import NativeTrie
 
 SHARED, OWN, NEW_TOKENS = 1000, 24, 150  # tokens of a prompt: the same in all, and its own
 ROUNDS = 3
+MOST = 0.9  # share of requests that draft in a step in which nearly all do
 PLANNING = ("merge", "choose", "learn")  # what `auto` adds to the sources' own work
 PHASES = (
     "receive",
@@ -46,6 +47,7 @@ class HostSetting(NamedTuple):
     pair: str = "demo"
 
 
+DRAFTING = "drafting"  # key of a step's number of requests with draft tokens, next to the phases
 KV_BYTES = {"demo": 1 << 28, "0.6b": 3 << 29}  # by pair
 SETTINGS = (
     HostSetting("none", 1, 0.0),
@@ -157,11 +159,13 @@ class ClockedLink(Link):
         self.num_requests = len(first.add)
         self.steps: list[Counter[str]] = []
         self.is_steady = False  # whether the step before had a root and a token of each request
+        self.num_drafting = 0  # requests with draft tokens in it
 
     def receive(self, wait: bool) -> list[bytes]:
         spent = self.clock.take()
         if self.is_steady:
             self.steps.append(spent)
+            spent[DRAFTING] = self.num_drafting
         first, self.first = self.first, []
         if wait and not first:
             raise EOFError
@@ -171,6 +175,7 @@ class ClockedLink(Link):
         assert isinstance(message, Report)
         verified = [o for o in message.outputs if o.is_verified and o.finish_reason is None]
         self.is_steady = len(verified) == self.num_requests
+        self.num_drafting = sum(o.num_drafted > 0 for o in verified)
         super().send(message)
 
 
@@ -190,11 +195,13 @@ def watched(engine: Engine, link: Link, clock: PhaseClock) -> ExitStack:
     ops = engine.target.ops
     parts += [(ops, name, "draw") for name in ("sample", "top_children")]
     lent = engine.draft_model
-    if isinstance(engine.speculator, AdaptiveSpeculator):
-        parts += planning_parts(engine.speculator)
+    speculator, stack = engine.speculator, ExitStack()
+    if isinstance(speculator, AdaptiveSpeculator):
+        parts += planning_parts(speculator)
+        stack.callback(setattr, speculator, "draft", speculator.draft)
+        speculator.draft = choosing(speculator, clock)  # type: ignore[method-assign]
     for runner in [engine.target] if lent is None else [engine.target, lent.runner]:
         parts.append((runner.program, "run_pieces", "forward"))
-    stack = ExitStack()
     for owner, name, phase in parts:
         real = getattr(owner, name)
         stack.callback(setattr, owner, name, real)
@@ -202,14 +209,25 @@ def watched(engine: Engine, link: Link, clock: PhaseClock) -> ExitStack:
     return stack
 
 
+def choosing(speculator: AdaptiveSpeculator, clock: PhaseClock) -> Callable[..., None]:
+    """The choice of a step's drafts, timed. Sources in C++ are asked within it."""
+    run = clock.timed(speculator.draft, "choose")
+
+    def draft(scheduled: Any) -> None:
+        run(scheduled)
+        asking = int(1e9 * speculator.plans.told.asking)
+        clock.spent["choose"] -= asking
+        clock.spent["draft"] += asking
+
+    return draft
+
+
 def planning_parts(speculator: AdaptiveSpeculator) -> list[tuple[Any, str, str]]:
     """The phases of `auto` in a step."""
     parts: list[tuple[Any, str, str]] = [
-        (speculator, "draft", "choose"),
         (speculator, "timed", "learn"),
         (speculator, "learn", "learn"),
     ]
-    # It includes the merge of a source that adds its draft tokens to the tries itself.
     parts += [(source, "add_candidates", "draft") for source in speculator.sources]
     named = ("grow", "draft"), ("branch", "merge"), ("best", "choose")
     for model_source in speculator.model_sources:
@@ -221,6 +239,7 @@ def planning_parts(speculator: AdaptiveSpeculator) -> list[tuple[Any, str, str]]
 
 def summary(setting: HostSetting, steps: list[Counter[str]]) -> dict[str, Any]:
     """Medians over the steps, and the spread of the host's share."""
+    drafting = [step for step in steps if step.pop(DRAFTING, 0) >= MOST * setting.requests]
     host = [sum(step[phase] for phase in PHASES) for step in steps]
     deciles = quantiles(host, n=10)
     return {
@@ -229,12 +248,18 @@ def summary(setting: HostSetting, steps: list[Counter[str]]) -> dict[str, Any]:
         "step_ms": ms(median(step.total() for step in steps)),
         "host_ms": ms(median(host)),
         "host_ms_p10_p90": [ms(deciles[0]), ms(deciles[-1])],
-        "planning_ms": ms(median(sum(step[phase] for phase in PLANNING) for step in steps)),
+        "planning_ms": planning_ms(steps),
+        "drafting_steps": len(drafting),
+        "drafting_planning_ms": planning_ms(drafting) if drafting else None,
         "phases_ms": {
             phase: ms(median(step[phase] for step in steps))
             for phase in (*PHASES, "forward", "draw")
         },
     }
+
+
+def planning_ms(steps: list[Counter[str]]) -> float:
+    return ms(median(sum(step[phase] for phase in PLANNING) for step in steps))
 
 
 def ms(nanoseconds: float) -> float:

@@ -14,7 +14,8 @@ namespace {
 struct Settings {
   double free, free_estimates, rate, scope_rate, exploration, reinvested, fade, at_first, most_lost;
   double cold, lately, kept_least, kept_most, patience;
-  int64_t pause, max_nodes;
+  double least_value, least_expected;
+  int64_t pause, max_nodes, least_asked;
 };
 
 // Average share of a request's step time that draft tokens of a source save.

@@ -42,13 +42,11 @@ class NgramFunctions(NamedTuple):
 
     new: Callable[..., int]  # settings -> source
     free: Callable[[int], None]
-    # source, [n, 3] of id, tokens, how many; n, expected accepted tokens
-    follow: Callable[[int, int, int, int], None]
+    follow: Callable[[int, int, int, int], float]  # source, id, tokens, how many -> expected ones
     propose: Callable[..., int]  # source, id, tokens, how many, limit, tokens, parents, scores
-    # source, [n, 6] of id, tokens, how many, limit, trie, number of the source; n, counts
-    add: Callable[[int, int, int, int], None]
     forget: Callable[[int, int], None]  # source, id
     reset: Callable[[int], None]
+    native: Callable[[int], int]  # source -> source that plans.cpp asks
 
 
 def ngram_functions() -> NgramFunctions:
@@ -67,11 +65,11 @@ def ngram_functions_of(library: CDLL) -> NgramFunctions:
     return NgramFunctions(
         named(library, "ngram_source", c_void_p, c_void_p),
         named(library, "free_ngram_source", None, c_void_p),
-        named(library, "follow_texts", None, c_void_p, c_void_p, c_int64, c_void_p),
+        named(library, "follow_text", c_double, *text),
         named(library, "propose_ngrams", c_int64, *text, c_int64, *[c_void_p] * 3),
-        named(library, "add_ngrams", None, c_void_p, c_void_p, c_int64, c_void_p),
         named(library, "forget_text", None, c_void_p, c_int64),
         named(library, "reset_ngram_source", None, c_void_p),
+        named(library, "native_source", c_void_p, c_void_p),
     )
 
 
@@ -129,18 +127,6 @@ class TrieColumns(Structure):
     _fields_ = [
         *((name, POINTER(c_int32)) for name in ("tokens", "parents", "depths", "expanded")),
         *((name, POINTER(c_double)) for name in ("p", "values")),
-    ]
-
-
-class PlanColumns(Structure):
-    """Addresses of a step's selected draft tokens, of the drafts cut from them, and of the best
-    sizes.
-    """
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("values", "places", "nodes", "counts", "expected")),
-        *((name, c_void_p) for name in ("tokens", "parents", "expanded", "order", "sources")),
-        ("sizes", c_void_p),
     ]
 
 
@@ -261,10 +247,6 @@ class TrieFunctions(NamedTuple):
     children: Callable[[int, int, int, int], int]  # trie, node, room, out
     sources: Callable[[int, int, int, int], int]  # trie, node, room, out
     draft: Callable[..., None]  # trie, n, nodes, tokens, parents, expanded, order, sources
-    # Requests are columns: [n, 3] of trie, limit, most depth; and tokens behind.
-    select: Callable[..., int]  # requests, behind, n, most, least value, columns
-    weigh: Callable[..., int]  # the same until the least value, likely, step, costs, columns
-    cut: Callable[..., None]  # requests, n, size, likely, columns
 
 
 def trie_functions() -> TrieFunctions:
@@ -303,7 +285,4 @@ def trie_functions_of(library: CDLL) -> TrieFunctions:
         named(library, "children", n, p, n, n, p),
         named(library, "sources", n, p, n, n, p),
         named(library, "draft", None, p, n, p, p, p, p, p, p),
-        named(library, "select", n, p, p, n, n, x, p),
-        named(library, "weigh", n, p, p, n, n, x, x, p, p, p),
-        named(library, "cut", None, p, n, n, x, p),
     )

@@ -6,10 +6,7 @@
 #include <unordered_map>
 #include <vector>
 
-// In tries.cpp: add candidates of a source to a trie.
-extern "C" void specserve_merge(void* trie, int64_t source, int64_t n, const int32_t* tokens,
-                                const int32_t* parents, const double* p, const int32_t* expanded,
-                                int64_t below, int32_t* nodes);
+#include "drafts.h"
 
 namespace {
 
@@ -27,22 +24,6 @@ struct Text {
   const int32_t* tokens;
   int64_t size;
   int32_t operator[](int64_t i) const { return tokens[i]; }
-};
-
-// A request to propose for: its text, and the trie that gets the draft tokens of this source, which
-// has the number `source` there.
-struct RequestText {
-  int64_t id;
-  const int32_t* tokens;
-  int64_t size;
-};
-
-struct Asked {
-  int64_t id;
-  const int32_t* tokens;
-  int64_t size, limit;
-  void* trie;
-  int64_t source;
 };
 
 struct Match {
@@ -225,9 +206,23 @@ struct Out {
   }
 };
 
-class Source {
+class Source final : public NativeSource {
  public:
   explicit Source(const Settings& s) : settings(s), odds(settings) {}
+
+  double expect(int64_t id, const int32_t* tokens, int64_t size) override {
+    return follow(id, {tokens, size});
+  }
+
+  int64_t add(int64_t id, const int32_t* text, int64_t size, int64_t limit, void* trie,
+              int64_t number) override {
+    constexpr int ROOM = 2 * MAX_NODES;
+    int32_t tokens[ROOM], parents[ROOM], nodes[ROOM + 1];
+    double scores[ROOM];
+    int64_t n = propose(id, {text, size}, std::min<int64_t>(limit, MAX_NODES), {tokens, parents, scores});
+    specserve_merge(trie, number, n, tokens, parents, scores, nullptr, 0, nodes);
+    return n;
+  }
 
   double follow(int64_t id, Text text) { return followed(id, text).follow(text, odds); }
 
@@ -298,10 +293,9 @@ extern "C" Source* specserve_ngram_source(const Settings* settings) {
 
 extern "C" void specserve_free_ngram_source(Source* source) { delete source; }
 
-extern "C" void specserve_follow_texts(Source* source, const RequestText* texts, int64_t n,
-                                       double* expected) {
-  for (int64_t i = 0; i < n; i++)
-    expected[i] = source->follow(texts[i].id, {texts[i].tokens, texts[i].size});
+extern "C" double specserve_follow_text(Source* source, int64_t id, const int32_t* tokens,
+                                        int64_t size) {
+  return source->follow(id, {tokens, size});
 }
 
 // Return the number of draft tokens. `limit` is at most MAX_NODES; each output has room for 2 *
@@ -316,16 +310,4 @@ extern "C" void specserve_forget_text(Source* source, int64_t id) { source->forg
 
 extern "C" void specserve_reset_ngram_source(Source* source) { source->reset(); }
 
-// Propose for `n` requests, and add the draft tokens to their tries; `counts` gets their numbers.
-extern "C" void specserve_add_ngrams(Source* source, const Asked* asked, int64_t n,
-                                     int32_t* counts) {
-  constexpr int ROOM = 2 * MAX_NODES;
-  int32_t tokens[ROOM], parents[ROOM], nodes[ROOM + 1];
-  double scores[ROOM];
-  for (int64_t i = 0; i < n; i++) {
-    const Asked& own = asked[i];
-    Text text{own.tokens, own.size};
-    counts[i] = int32_t(source->propose(own.id, text, own.limit, {tokens, parents, scores}));
-    specserve_merge(own.trie, own.source, counts[i], tokens, parents, scores, nullptr, 0, nodes);
-  }
-}
+extern "C" NativeSource* specserve_native_source(Source* source) { return source; }

@@ -2,18 +2,41 @@
 // counts what they took and saved. A speculator in Python makes the calls of a step.
 #include "plans.h"
 
-#include "costs.h"
-
-extern "C" void specserve_observe_each(const void* observed, int64_t n, const int32_t* tokens);
+#include <chrono>
 
 namespace {
 
 constexpr int64_t MAX_DEPTH = 64;  // depths of draft tokens
+constexpr int64_t ROOM = 1 << 12;  // draft tokens of a step that are selected
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 // A root of a step, in the order of the step.
 struct RootRow {
   Root* root;
-  int64_t draft_limit, has_output;
+  int64_t draft_limit, has_output, has_rules;
+  const int32_t* text;
+  int64_t size;
+};
+
+// What Python reads of a step. `due` [num_due, 3] has considered roots with estimates that Python
+// makes: their places among these and in the step, and bits of the sources. `asked` [num_asked, 3]
+// has roots that ask sources: their places in the step, bits of the sources that Python asks, and
+// the most draft tokens to ask for. `found` [num_found, 5] has results: the place of a request, its
+// source, and numbers of draft tokens, proposed in C++, verified, and accepted. `sums` [num_sums] has
+// those of sources: their numbers, `SourceSums`, how many depths follow, and accepted tokens by
+// depth.
+struct Told {
+  int64_t num_scopes, num_paused, num_due, num_asked, num_selected, num_found, num_sums;
+  double kept;  // share of expected draft tokens that is accepted, of the roots
+  double asking;  // seconds of sources in C++
+  Prices prices;
+  const int64_t *due, *asked, *found;
+  const double* sums;
+  double sizes[8];
+  Outputs out;
 };
 
 // The result of a request: the size of its draft, and the numbers of accepted nodes and of tokens.
@@ -22,9 +45,8 @@ struct ResultRow {
   int64_t size, num_accepted, num_tokens;
 };
 
-// What a step so far took, in seconds, and what its draft tokens saved.
+// What a step so far took, in seconds.
 struct Taken {
-  double saved;  // by an accepted draft token, measured; 0: no draft was verified
   double planning;  // of all roots, sources and models aside
   double considering;
 };
@@ -45,6 +67,7 @@ struct Work {
 
 // What was counted of a source in a step: draft tokens, and accepted ones by depth.
 struct SourceSums {
+  double proposed, seconds;  // of sources in C++
   double verified, accepted, saved_seconds;
   double by_depth[MAX_DEPTH];
 };
@@ -56,13 +79,27 @@ struct Observed {
 
 class Plans {
  public:
-  explicit Plans(const Settings& s) : settings(s) {}
+  explicit Plans(const Settings& s) : settings(s) {
+    told.out = {values.data(), selected[0].data(), selected[1].data(), nullptr, nullptr,
+                {columns[0].data(), columns[1].data(), columns[2].data(), columns[3].data(),
+                 codes.data()},
+                told.sizes};
+  }
 
-  // Begin a step: find its roots that are considered, and their estimates that are due.
-  int64_t consider(const RootRow* rows, int64_t n, int64_t number, const Step& step,
-                   const Costs& costs) {
+  void use(int64_t source, SourceKind kind) {
+    if (size_t(source) >= kinds.size()) kinds.resize(source + 1);
+    sums.resize(kinds.size());
+    kinds[source] = kind;
+  }
+
+  // Begin a step: find its roots that are considered, and estimate for them. If Python has no
+  // estimates to make, ask sources.
+  void begin(const RootRow* rows, int64_t n, int64_t number, const Step& begun,
+             const Costs& costs) {
     clear();
-    considered.clear();
+    step = begun;
+    due_rows.clear();
+    asked_rows.clear();
     for (int64_t i = 0; i < n; i++) {
       Root& root = *rows[i].root;
       Scope& scope = root.scope;
@@ -74,29 +111,51 @@ class Plans {
       if (scope.is_paused) continue;
       if (rows[i].draft_limit) {
         root.begin_step(rows[i].draft_limit);
-        root.has_output = rows[i].has_output;
+        root.has_output = rows[i].has_output != 0;
+        root.has_rules = rows[i].has_rules != 0;
+        root.text = rows[i].text;
+        root.size = rows[i].size;
         considered.push_back(&root);
         places.push_back(i);
       }
       scope.may_pay = scope.may_pay || root.may_pay();
     }
-    if (num_paused() < int64_t(scopes.size())) weigh_tokens(step, costs);
-    return int64_t(considered.size());
+    told.num_scopes = int64_t(scopes.size());
+    told.num_paused = num_paused();
+    if (told.num_paused < told.num_scopes) weigh_tokens(step, costs);
+    for (size_t i = 0; i < considered.size(); i++)
+      if (int64_t bits = estimate(*considered[i])) {
+        for (int64_t value : {int64_t(i), places[i], bits}) due_rows.push_back(value);
+      }
+    tell();
+    if (due_rows.empty()) ask();
   }
 
   int64_t num_paused() const {
     return std::count_if(scopes.begin(), scopes.end(), [](Scope* s) { return s->is_paused; });
   }
 
-  // Return the bits of a request's sources whose estimates are due, by their place.
-  int64_t due(Root& root) const {
+  // Let sources in C++ estimate for a request. Return the bits of others whose estimates are due, by
+  // their place.
+  int64_t estimate(Root& root) const {
     int64_t found = 0;
     for (size_t k = 0; k < root.served.size(); k++) {
       Served& one = root.served[k];
-      if (one.means == Means::ESTIMATES && (one.account->is_due || asks_always))
+      if (one.means != Means::ESTIMATES || !(one.account->is_due || asks_always)) continue;
+      if (!one.native) {
         found |= int64_t(1) << k;
+        continue;
+      }
+      double start = now();
+      set_estimate(one, one.native->expect(root.id, root.text, root.size));
+      one.account->spent += now() - start;
     }
     return found;
+  }
+
+  static void set_estimate(Served& one, double expected) {
+    one.estimate = std::max(expected, 0.0);
+    one.account->is_estimated = true;
   }
 
   void weigh_tokens(const Step& step, const Costs& costs) {
@@ -124,26 +183,65 @@ class Plans {
     return part * (expected * (1 - std::pow(p, number)) - number * row_share);
   }
 
-  // Choose the sources to ask for each considered root; return how many are asked for any.
+  // Choose the sources to ask for each considered root, and ask those in C++.
   //
   // A source that estimates is asked if it promises to save more than it takes, and if one of them
   // promises more than planning takes. Others are asked if they have saved time. All are asked as a
-  // trial if that is due.
-  int64_t ask(int64_t* out) {
+  // trial if that is due. Sources are asked for about twice the draft tokens that were lately
+  // verified, or for `least` if that is more.
+  void ask() {
     roots.clear();
+    std::vector<int64_t>& at = asked_rows;  // first the places of the roots
+    at.clear();
     for (size_t i = 0; i < considered.size(); i++) {
-      Root& root = *considered[i];
-      ask_for(root);
-      if (!root.num_asked) continue;
-      roots.push_back(&root);
-      int64_t asked = 0;
-      for (size_t k = 0; k < root.served.size(); k++)
-        if (root.served[k].is_asked) asked |= int64_t(1) << k;
-      *out++ = places[i];
-      *out++ = asked;
-      *out++ = 2 + 2 * int64_t(root.lately);
+      ask_for(*considered[i]);
+      if (!considered[i]->num_asked) continue;
+      roots.push_back(considered[i]);
+      at.push_back(places[i]);
     }
-    return int64_t(roots.size());
+    int64_t n = int64_t(roots.size()), least = settings.least_asked / std::max<int64_t>(n, 1);
+    for (Root* root : roots) {
+      int64_t usual = std::max(2 + 2 * int64_t(root->lately), least);
+      root->limit = std::min({root->draft_limit, root->max_depth, usual});
+      specserve_clear_tries(&root->trie, 1);
+    }
+    ask_native();
+    at.resize(3 * n);
+    for (int64_t i = n; i-- > 0;) {
+      Root& root = *roots[i];
+      int64_t bits = 0;
+      for (size_t k = 0; k < root.served.size(); k++)
+        if (root.served[k].is_asked && !root.served[k].is_answered) bits |= int64_t(1) << k;
+      at[3 * i] = at[i];
+      at[3 * i + 1] = bits;
+      at[3 * i + 2] = root.limit;
+    }
+    tell();
+  }
+
+  // Select draft tokens, find the best number of them, and cut the drafts.
+  void weigh(int64_t most, double spent, const Costs& costs) {
+    step.spent = spent;
+    step.kept = told.kept;
+    limit();
+    told.num_selected =
+        specserve_weigh(limits.data(), behind.data(), int64_t(limits.size()), std::min(most, ROOM),
+                        settings.least_value, settings.least_expected, &step, &costs, &told.out);
+    keep();
+  }
+
+  // Select draft tokens.
+  void select(int64_t most) {
+    limit();
+    told.num_selected =
+        specserve_select(limits.data(), behind.data(), int64_t(limits.size()), std::min(most, ROOM),
+                         settings.least_value, &told.out);
+  }
+
+  // Cut the drafts of the first `size` selected draft tokens.
+  void cut(int64_t size) {
+    specserve_cut(limits.data(), int64_t(limits.size()), size, settings.least_expected, &told.out);
+    keep();
   }
 
   // Return the average share of expected draft tokens that is accepted, of the step's roots.
@@ -154,11 +252,12 @@ class Plans {
   }
 
   // Note the work of a source for all roots that ask it, or that may extend paths by it.
-  void took(int64_t source, double seconds, bool is_extension) {
+  void took(int64_t source, double seconds, bool is_extension, bool is_native) {
     Work own{source, is_extension, 0, {}};
     for (Root* root : roots) {
       Served* its = root->find(source);
-      if (its && (is_extension || its->is_asked)) own.roots.push_back(root);
+      if (its && (is_extension || (its->is_asked && its->is_answered == is_native)))
+        own.roots.push_back(root);
     }
     if (own.roots.empty()) return;
     own.each = seconds / double(own.roots.size());
@@ -174,17 +273,10 @@ class Plans {
     work.push_back(std::move(own));
   }
 
-  // Store the sources of the drafts' tokens: columns of all roots, one after the other.
-  void cut(const int32_t* counts, const double* expected, const uint64_t* codes) {
-    for (size_t i = 0; i < roots.size(); codes += counts[i++]) {
-      roots[i]->codes.assign(codes, codes + counts[i]);
-      roots[i]->expected = counts[i] ? expected[i] : 0;
-    }
-  }
-
-  // Count the results of requests; `sums` is by source, and gets the sums of all.
-  void learn(const ResultRow* rows, int64_t n, const int32_t* nodes, const int32_t* tokens,
-             Prices prices, SourceSums* sums) {
+  // Count the results of requests, with the prices of the step.
+  void learn(const ResultRow* rows, int64_t n, const int32_t* nodes, const int32_t* tokens) {
+    const Prices prices = told.prices;
+    found.clear();
     static thread_local std::vector<Observed> observed;
     observed.clear();
     const int32_t* after = tokens;
@@ -194,7 +286,11 @@ class Plans {
       root.lately += settings.lately * (double(row.size) - root.lately);
       root.note_trials(*after, prices.saved);
       root.count(row.size, nodes, row.num_accepted, prices);
-      add_sums(root, nodes, row.num_accepted, sums);
+      add_sums(root, nodes, row.num_accepted);
+      for (const Served& one : root.served)
+        if (one.num_proposed || one.num_verified)
+          for (int64_t x : {i, one.source, one.num_proposed, one.num_verified, one.num_accepted})
+            found.push_back(x);
       if (root.expected != 0) root.kept.add(double(row.num_accepted), root.expected, false);
       else root.kept.fade();
       observed.push_back({root.trie, row.num_tokens});
@@ -202,17 +298,35 @@ class Plans {
       after += row.num_tokens;
     }
     specserve_observe_each(observed.data(), n, tokens);
+    told.num_found = int64_t(found.size()) / 5;
+    told.found = found.data();
+    tell_sums();
+  }
+
+  // Find what an accepted draft token of the step saved, and what a row took.
+  void price(const Costs& costs, int64_t num_drafts, double seconds) {
+    StepTimes times(costs, step, false), plain(costs, without_prompts(step), false);
+    double none = times.of(0), drafted = times.of(num_drafts), of_roots = plain.of(0);
+    if (step.prompt_rows && step.num_roots && num_drafts)
+      drafted = std::max(drafted, none + plain.of(num_drafts) - of_roots);
+    double without = seconds * none / drafted;
+    // Bound the first estimates: draft tokens took time, but not more per row than other rows.
+    without = std::max(without, seconds * double(step.rows) / double(step.rows + num_drafts));
+    without = std::min(without, seconds);
+    // An accepted token spares later steps a root's part of them, but no rows of prompts.
+    told.prices.saved = without * of_roots / none / double(step.num_roots);
+    told.prices.row = num_drafts ? (seconds - without) / double(num_drafts) : 0;
   }
 
   // Update the accounts of sources after a step.
-  void settle(const Taken& taken, const ModelRun* models, int64_t num_models) {
-    double of_token = part;
-    if (!roots.empty() && taken.saved != 0) {
-      of_token = taken.saved;
+  void settle(const Taken& taken) {
+    double of_token = part, saved = told.prices.saved;
+    if (!roots.empty() && saved != 0) {
+      of_token = saved;
       double planning = taken.planning / double(roots.size());
       settle_sources(planning, of_token);
       note_planning(planning);
-      for (int64_t k = 0; k < num_models; k++) settle_model(models[k], k, planning, of_token);
+      for (size_t k = 0; k < models.size(); k++) settle_model(models[k], k, planning, of_token);
     }
     int64_t num_roots = 0;
     for (Scope* scope : scopes)
@@ -230,6 +344,8 @@ class Plans {
     scopes.clear();
     places.clear();
     work.clear();
+    models.clear();
+    told.prices = {};
   }
 
   const Settings settings;
@@ -237,6 +353,9 @@ class Plans {
   bool asks_always = false;  // whether or not draft tokens are worth the planning
   std::vector<Root*> considered, roots;  // of the step; `roots` are those that ask a source
   std::vector<Scope*> scopes;  // of the step
+  std::vector<ModelRun> models;  // those that were run in it
+  Step step{};
+  Told told{};
   double part = 0;  // seconds that an accepted draft token saves, expected
   double row_share = 0;  // time of a row, relative to that
 
@@ -276,7 +395,76 @@ class Plans {
     }
   }
 
-  void add_sums(Root& root, const int32_t* nodes, int64_t num_accepted, SourceSums* sums) {
+  void tell() {
+    told.num_due = int64_t(due_rows.size()) / 3;
+    told.num_asked = int64_t(roots.size());
+    told.due = due_rows.data();
+    told.asked = asked_rows.data();
+    told.kept = kept();
+  }
+
+  void tell_sums() {
+    of_sources.clear();
+    for (size_t k = 0; k < sums.size(); k++) {
+      SourceSums& own = sums[k];
+      if (own.seconds == 0 && own.verified == 0) continue;
+      int64_t depths = MAX_DEPTH;
+      while (depths && own.by_depth[depths - 1] == 0) depths--;
+      for (double x : {double(k), own.proposed, own.seconds, own.verified, own.accepted,
+                       own.saved_seconds, double(depths)})
+        of_sources.push_back(x);
+      of_sources.insert(of_sources.end(), own.by_depth, own.by_depth + depths);
+      own = {};
+    }
+    told.num_sums = int64_t(of_sources.size());
+    told.sums = of_sources.data();
+  }
+
+  void ask_native() {
+    told.asking = 0;
+    for (int64_t source = 0; source < int64_t(kinds.size()); source++) {
+      bool is_any = false;
+      double start = now();
+      for (Root* root : roots) {
+        Served* its = root->has_rules ? nullptr : root->find(source);
+        if (!its || !its->is_asked || !its->native) continue;
+        is_any = its->is_answered = true;
+        its->num_proposed = its->native->add(root->id, root->text, root->size, root->limit,
+                                             root->trie, its->number);
+        sums[source].proposed += double(its->num_proposed);
+      }
+      if (!is_any) continue;
+      double seconds = now() - start;
+      told.asking += seconds;
+      sums[source].seconds += seconds;
+      took(source, seconds, false, true);
+    }
+  }
+
+  // Set the limits of the roots.
+  void limit() {
+    limits.clear();
+    behind.clear();
+    for (Root* root : roots) {
+      limits.push_back({root->trie, root->draft_limit, root->max_depth});
+      behind.push_back(root->behind);
+    }
+    counts.resize(roots.size());
+    expected.resize(roots.size());
+    told.out.counts = counts.data();
+    told.out.expected = expected.data();
+  }
+
+  // Keep the sources of the drafts' tokens.
+  void keep() {
+    const uint64_t* code = codes.data();
+    for (size_t i = 0; i < roots.size(); code += counts[i++]) {
+      roots[i]->codes.assign(code, code + counts[i]);
+      roots[i]->expected = counts[i] ? expected[i] : 0;
+    }
+  }
+
+  void add_sums(Root& root, const int32_t* nodes, int64_t num_accepted) {
     for (Served& one : root.served) one.num_verified = one.num_accepted = 0;
     for (const Group& group : root.groups) {
       double share = group.gain / double(root.num_sources(group.code));
@@ -397,6 +585,17 @@ class Plans {
 
   std::vector<int64_t> places;  // of `considered` in the step
   std::vector<Work> work;
+  std::vector<int64_t> due_rows, asked_rows, found;  // see `Told`, also the next ones
+  std::vector<double> of_sources;
+  std::vector<SourceSums> sums;  // by source, until they are told
+  std::vector<Limits> limits;  // by root, as the next ones
+  std::vector<double> behind, expected;
+  std::vector<int32_t> counts;
+  std::vector<double> values = std::vector<double>(ROOM);
+  std::vector<int32_t> selected[2] = {std::vector<int32_t>(ROOM), std::vector<int32_t>(ROOM)};
+  std::vector<int32_t> columns[4] = {std::vector<int32_t>(ROOM), std::vector<int32_t>(ROOM),
+                                     std::vector<int32_t>(ROOM), std::vector<int32_t>(ROOM)};
+  std::vector<uint64_t> codes = std::vector<uint64_t>(ROOM);
 };
 
 }  // namespace
@@ -408,8 +607,7 @@ extern "C" void specserve_free_plans(Plans* plans) { delete plans; }
 // Use a source from now on; `share` is its part of the budget of trials.
 extern "C" void specserve_use_source(Plans* plans, int64_t source, int64_t is_estimating,
                                      double share) {
-  if (size_t(source) >= plans->kinds.size()) plans->kinds.resize(source + 1);
-  plans->kinds[source] = {is_estimating != 0, share};
+  plans->use(source, {is_estimating != 0, share});
 }
 
 extern "C" Scope* specserve_scope(Plans* plans) { return new Scope(plans->settings, plans->kinds); }
@@ -455,32 +653,28 @@ extern "C" Root* specserve_root(Scope* scope, int64_t id, int64_t is_sampled, in
 
 extern "C" void specserve_free_root(Root* root) { delete root; }
 
-// Set the sources that serve a request: [n, 3] of source, number in the calibration, and `Means`.
+// Set the sources that serve a request: [n, 4] of source, number in the calibration, `Means`, and
+// the source in C++, if so.
 extern "C" void specserve_bind_root(Root* root, int64_t n, const int64_t* sources) {
   root->served.clear();
-  for (int64_t k = 0; k < n; k++, sources += 3) {
-    root->served.push_back({sources[0], sources[1], Means(sources[2])});
+  for (int64_t k = 0; k < n; k++, sources += 4) {
+    auto* native = reinterpret_cast<NativeSource*>(sources[3]);
+    root->served.push_back({sources[0], sources[1], Means(sources[2]), native});
     root->served.back().account = &root->scope.account(sources[0]);
   }
 }
 
 extern "C" void specserve_set_trie(Root* root, void* trie) { root->trie = trie; }
 
-// Write for each considered root its place, and the bits of its sources whose estimates are due.
-// The last two numbers are those of scopes and of paused ones. Return how many are considered.
-extern "C" int64_t specserve_consider(Plans* plans, const RootRow* rows, int64_t n, int64_t number,
-                                      int64_t is_always, const Step* step, const Costs* costs, int64_t* out) {
+extern "C" const Told* specserve_told(const Plans* plans) { return &plans->told; }
+
+// Update all accounts after the step before, and begin a step.
+extern "C" void specserve_begin_step(Plans* plans, double planning, double considering,
+                                     const RootRow* rows, int64_t n, int64_t number,
+                                     int64_t is_always, const Step* step, const Costs* costs) {
+  plans->settle({planning, considering});
   plans->asks_always = is_always != 0;
-  int64_t found = plans->consider(rows, n, number, *step, *costs);
-  out[0] = int64_t(plans->scopes.size());
-  out[1] = plans->num_paused();
-  out += 2;
-  for (int64_t i = 0, at = 0; i < found; i++, at++) {
-    while (rows[at].root != plans->considered[i]) at++;
-    *out++ = at;
-    *out++ = plans->due(*plans->considered[i]);
-  }
-  return found;
+  plans->begin(rows, n, number, *step, *costs);
 }
 
 // Set estimates of a source for considered roots, each of which took so many seconds.
@@ -489,17 +683,25 @@ extern "C" void specserve_set_estimates(Plans* plans, int64_t source, int64_t n,
                                         double each) {
   for (int64_t k = 0; k < n; k++) {
     Served& its = *plans->considered[places[k]]->find(source);
-    its.estimate = std::max(expected[k], 0.0);
-    its.account->is_estimated = true;
+    plans->set_estimate(its, expected[k]);
     its.account->spent += each;
   }
 }
 
-// Write for each root that asks sources its place, the bits of these sources, and how many draft
-// tokens it may use. Return how many such roots there are.
-extern "C" int64_t specserve_ask_sources(Plans* plans, int64_t* out) { return plans->ask(out); }
+extern "C" void specserve_ask_sources(Plans* plans) { plans->ask(); }
 
-extern "C" double specserve_kept_share(const Plans* plans) { return plans->kept(); }
+// Set how far each root that asks sources is behind its target.
+extern "C" void specserve_set_behind(Plans* plans, const double* behind) {
+  for (Root* root : plans->roots) root->behind = *behind++;
+}
+
+extern "C" void specserve_weigh_roots(Plans* plans, int64_t most, double spent, const Costs* costs) {
+  plans->weigh(most, spent, *costs);
+}
+
+extern "C" void specserve_select_of_roots(Plans* plans, int64_t most) { plans->select(most); }
+
+extern "C" void specserve_cut_roots(Plans* plans, int64_t size) { plans->cut(size); }
 
 extern "C" double specserve_promise(Plans* plans, double part, double row_share, double expected) {
   plans->part = part;
@@ -509,55 +711,30 @@ extern "C" double specserve_promise(Plans* plans, double part, double row_share,
 
 extern "C" void specserve_source_took(Plans* plans, int64_t source, double seconds,
                                       int64_t is_extension) {
-  plans->took(source, seconds, is_extension != 0);
+  plans->took(source, seconds, is_extension != 0, false);
 }
 
-extern "C" void specserve_note_drafts(Plans* plans, const int32_t* counts, const double* expected,
-                                      const uint64_t* codes) {
-  plans->cut(counts, expected, codes);
-}
-
-// Write the seconds that an accepted draft token of a step saved, and those that a row took.
-extern "C" void specserve_price_rows(const Step* step, const Costs* costs, int64_t num_drafts,
-                                     double seconds, double* out) {
-  StepTimes times(*costs, *step, false), plain(*costs, without_prompts(*step), false);
-  double none = times.of(0), drafted = times.of(num_drafts), roots = plain.of(0);
-  if (step->prompt_rows && step->num_roots && num_drafts)
-    drafted = std::max(drafted, none + plain.of(num_drafts) - roots);
-  double without = seconds * none / drafted;
-  // Bound the first estimates: draft tokens took time, but not more per row than other rows.
-  without = std::max(without, seconds * double(step->rows) / double(step->rows + num_drafts));
-  without = std::min(without, seconds);
-  out[1] = num_drafts ? (seconds - without) / double(num_drafts) : 0;
-  // An accepted token spares later steps a root's part of them, but no rows of prompts.
-  out[0] = without * roots / none / double(step->num_roots);
-}
-
-// Count results; `counts` gets the numbers of verified and of accepted draft tokens of each
-// request's sources.
+// Count results of a step with so many draft tokens, which took `seconds`.
 extern "C" void specserve_learn(Plans* plans, const ResultRow* rows, int64_t n,
-                                const int32_t* nodes, const int32_t* tokens, double saved,
-                                double row, int64_t* counts, SourceSums* sums) {
-  plans->learn(rows, n, nodes, tokens, {saved, row}, sums);
-  for (int64_t i = 0; i < n; i++)
-    for (const Served& one : rows[i].root->served) {
-      *counts++ = one.num_verified;
-      *counts++ = one.num_accepted;
-    }
+                                const int32_t* nodes, const int32_t* tokens, const Costs* costs,
+                                int64_t num_drafts, double seconds) {
+  plans->price(*costs, num_drafts, seconds);
+  plans->learn(rows, n, nodes, tokens);
 }
 
-// Set bits of the step's roots: for which models they were run as a trial only, and which models
-// are still catching up. [n, 2], in the order of the roots.
-extern "C" void specserve_note_models(Plans* plans, const int64_t* bits) {
+// Note the models that were run in the step, and bits of its roots: for which models they were run
+// as a trial only, and which models are still catching up. [n, 2], in the order of the roots.
+extern "C" void specserve_note_models(Plans* plans, const ModelRun* models, int64_t n,
+                                      const int64_t* bits) {
+  plans->models.assign(models, models + n);
   for (Root* root : plans->roots) {
     root->is_tried = uint64_t(*bits++);
     root->is_catching_up = uint64_t(*bits++);
   }
 }
 
-extern "C" void specserve_settle_step(Plans* plans, const Taken* taken, const ModelRun* models,
-                                      int64_t num_models) {
-  plans->settle(*taken, models, num_models);
+extern "C" void specserve_settle_step(Plans* plans, double planning, double considering) {
+  plans->settle({planning, considering});
 }
 
 extern "C" void specserve_clear_step(Plans* plans) { plans->clear(); }

@@ -5,10 +5,7 @@
 #include <vector>
 
 #include "accounts.h"
-
-// In tries.cpp.
-extern "C" int64_t specserve_child(const void* trie, int64_t node, int64_t token);
-extern "C" int64_t specserve_sources(const void* trie, int64_t node, int64_t room, int32_t* out);
+#include "drafts.h"
 
 namespace {
 
@@ -20,10 +17,13 @@ enum class Means : int64_t { ESTIMATES, SHARES, MODEL };  // how it is decided w
 struct Served {
   int64_t source, number;  // number: in the request's calibration
   Means means;
+  NativeSource* native;  // null if Python asks it
   Account* account = nullptr;
   // Of the step:
   double estimate = -1;  // expected accepted tokens, if it is due
   bool is_asked = false, is_trial = false;
+  bool is_answered = false;  // it was asked in C++
+  int64_t num_proposed = 0;  // then
   std::shared_ptr<SavedShare> share{};  // of a source with an average for each request
   double promised = 0;  // seconds that it expects to save, if it estimates
   // Seconds saved by draft tokens, less those of their rows: of those that it proposed first, and
@@ -68,11 +68,12 @@ class Root {
     draft_limit = limit;
     for (Served& one : served) {
       one.estimate = -1;
-      one.is_asked = one.is_trial = one.might = false;
+      one.is_asked = one.is_trial = one.is_answered = one.might = false;
+      one.num_proposed = 0;
       one.promised = one.credit = one.saved = one.might_save = 0;
     }
     num_asked = 0;
-    expected = 0;
+    expected = behind = 0;
     codes.clear();
     is_tried = 0;
   }
@@ -133,7 +134,11 @@ class Root {
   double lately = 0;  // draft tokens verified per step
   // Of the step:
   int64_t draft_limit = 0, num_asked = 0;
-  bool has_output = false;
+  int64_t limit = 0;  // most draft tokens to ask a source for
+  bool has_output = false, has_rules = false;
+  const int32_t* text = nullptr;
+  int64_t size = 0;  // of the text
+  double behind = 0;  // tokens beyond the next that it needs in this step to meet its target
   uint64_t is_tried = 0, is_catching_up = 0;  // bits of models, by their place in the settlement
   std::vector<uint64_t> codes;  // sources of the draft's tokens, see `DraftOut`
   double expected = 0;  // accepted tokens, by the estimates

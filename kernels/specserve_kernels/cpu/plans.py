@@ -1,15 +1,13 @@
 """Python bindings of plans.cpp: the state of drafter `auto` from step to step."""
 
 from collections.abc import Callable
-from ctypes import CDLL, Structure, c_double, c_int64, c_void_p
+from ctypes import CDLL, POINTER, Structure, c_double, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from typing import Any, NamedTuple
 
 from specserve_kernels.cpu import build
 from specserve_kernels.cpu.drafting import named
 
-MAX_DEPTH = 64  # as in plans.cpp
-SUMS = 3 + MAX_DEPTH  # numbers of `SourceSums`
 ESTIMATES, SHARES, MODEL = range(3)  # as `Means`
 
 
@@ -20,8 +18,32 @@ class PlanSettings(Structure):
         *((name, c_double) for name in ("free", "free_estimates", "rate", "scope_rate")),
         *((name, c_double) for name in ("exploration", "reinvested", "fade", "at_first")),
         *((name, c_double) for name in ("most_lost", "cold", "lately", "kept_least", "kept_most")),
-        ("patience", c_double),
-        *((name, c_int64) for name in ("pause", "max_nodes")),
+        *((name, c_double) for name in ("patience", "least_value", "least_expected")),
+        *((name, c_int64) for name in ("pause", "max_nodes", "least_asked")),
+    ]
+
+
+class Told(Structure):
+    """The state of a step, see plans.cpp: roots that ask sources, and the drafts chosen for
+    them.
+    """
+
+    _fields_ = [
+        *((name, c_int64) for name in ("num_scopes", "num_paused", "num_due", "num_asked")),
+        *((name, c_int64) for name in ("num_selected", "num_found", "num_sums")),
+        *((name, c_double) for name in ("kept", "asking")),
+        # Seconds that an accepted draft token saved, and that a row took
+        *((name, c_double) for name in ("saved", "row")),
+        *((name, POINTER(c_int64)) for name in ("due", "asked", "found")),  # [n, 3], [n, 3], [n, 5]
+        ("sums", POINTER(c_double)),
+        # Two numbers of draft tokens, each with gain, seconds and rate: see `WeighedSizes`
+        ("sizes", c_double * 8),
+        ("values", POINTER(c_double)),  # of selected draft tokens
+        *((name, POINTER(c_int32)) for name in ("places", "selected", "counts")),
+        ("expected", POINTER(c_double)),  # accepted draft tokens by root
+        *((name, POINTER(c_int32)) for name in ("tokens", "parents", "expanded", "nodes")),
+        ("codes", POINTER(c_uint64)),  # sources of each draft token
+        ("sizes_at", c_void_p),
     ]
 
 
@@ -50,23 +72,26 @@ class PlanFunctions(NamedTuple):
     read_scope: Callable[[int, int], None]  # scope, [6] double
     root: Callable[[int, int, bool, int], int]  # scope, id, is sampled, most depth -> root
     free_root: Callable[[int], None]
-    bind: Callable[[int, int, int], None]  # root, n, [n, 3] of source, number in tries, means
+    # root, n, [n, 4] of source, number in tries, means, source in C++
+    bind: Callable[[int, int, int], None]
     set_trie: Callable[[int, int], None]
-    # plans, [n, 3] of root, draft limit, has output; n, number of the step, asks always, step,
-    # costs, out
-    consider: Callable[..., int]
+    told: Callable[[int], int]  # plans -> `Told`
+    # plans, seconds of planning and of considering the step before, [n, 6] of root, draft limit,
+    # has output, has rules, text, size; n, number of the step, asks always, step, costs
+    begin: Callable[..., None]
     set_estimates: Callable[..., None]  # plans, source, n, places, expected, seconds of each
-    ask: Callable[[int, int], int]  # plans, [n, 3] of place, bits of sources, usual draft tokens
-    kept_share: Callable[[int], float]
+    ask: Callable[[int], None]  # plans
+    set_behind: Callable[[int, int], None]  # plans, [n] double by root that asks sources
+    weigh: Callable[[int, int, float, Any], None]  # plans, most, seconds of drafting, costs
+    select: Callable[[int, int], None]  # plans, most
+    cut: Callable[[int, int], None]  # plans, number of selected draft tokens
     promise: Callable[[int, float, float, float], float]  # plans, part, row share, expected
     took: Callable[[int, int, float, bool], None]  # plans, source, seconds, is extension
-    note_drafts: Callable[[int, int, int, int], None]  # plans, counts, expected, sources
-    price_rows: Callable[..., None]  # step, costs, draft tokens, seconds, [2] double
-    # plans, [n, 4] of root, draft tokens, accepted ones, tokens; n, nodes, tokens, seconds saved
-    # and of a row, counts, sums
+    # plans, [n, 4] of root, draft tokens, accepted ones, tokens; n, nodes, tokens, costs, draft
+    # tokens and seconds of the step
     learn: Callable[..., None]
-    note_models: Callable[[int, int], None]  # plans, [n, 2] of bits by root
-    settle: Callable[..., None]  # plans, [3] double, models, their number
+    note_models: Callable[..., None]  # plans, models, their number, [n, 2] of bits by root
+    settle: Callable[[int, float, float], None]  # plans, seconds of planning and of considering
     clear: Callable[[int], None]
 
 
@@ -94,16 +119,18 @@ def plan_functions_of(library: CDLL) -> PlanFunctions:
         named(library, "free_root", None, p),
         named(library, "bind_root", None, p, n, p),
         named(library, "set_trie", None, p, p),
-        named(library, "consider", n, p, p, n, n, n, p, p, p),
+        named(library, "told", p, p),
+        named(library, "begin_step", None, p, x, x, p, n, n, n, p, p),
         named(library, "set_estimates", None, p, n, n, p, p, x),
-        named(library, "ask_sources", n, p, p),
-        named(library, "kept_share", x, p),
+        named(library, "ask_sources", None, p),
+        named(library, "set_behind", None, p, p),
+        named(library, "weigh_roots", None, p, n, x, p),
+        named(library, "select_of_roots", None, p, n),
+        named(library, "cut_roots", None, p, n),
         named(library, "promise", x, p, x, x, x),
         named(library, "source_took", None, p, n, x, n),
-        named(library, "note_drafts", None, p, p, p, p),
-        named(library, "price_rows", None, p, p, n, x, p),
-        named(library, "learn", None, p, p, n, p, p, x, x, p, p),
-        named(library, "note_models", None, p, p),
-        named(library, "settle_step", None, p, p, p, n),
+        named(library, "learn", None, p, p, n, p, p, p, n, x),
+        named(library, "note_models", None, p, p, n, p),
+        named(library, "settle_step", None, p, x, x),
         named(library, "clear_step", None, p),
     )

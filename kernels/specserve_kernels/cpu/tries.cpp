@@ -7,7 +7,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "costs.h"
+#include "drafts.h"
 
 namespace {
 
@@ -124,15 +124,6 @@ struct Asked {
 struct Links {
   int32_t first_child = NONE, last_child = NONE, next_sibling = NONE;
   int32_t first_score = NONE, last_score = NONE;
-};
-
-// Draft tokens of a trie in the order of their rows.
-struct DraftOut {
-  int32_t *tokens, *parents, *expanded, *order;
-  uint64_t* sources;  // the number of the first source, and from bit 8 on a bit for each source
-  DraftOut after(int64_t n) const {
-    return {tokens + n, parents + n, expanded + n, order + n, sources + n};
-  }
 };
 
 class Trie {
@@ -361,27 +352,13 @@ class Trie {
   std::vector<int32_t> number, rest;
 };
 
-// Limits of a request in the selection.
-struct Limits {
-  Trie* trie;
-  int64_t limit, max_depth;
-};
+Trie& trie_of(const Limits& request) { return *static_cast<Trie*>(request.trie); }
 
 // The requests of a step, and the tokens beyond the next that each needs in this step.
 struct Requests {
   const Limits* limits;
   const double* behind;
   int64_t n;
-};
-
-// Columns of a selection, of the drafts that are cut from it, and of the best sizes of it.
-struct Outputs {
-  double* values;
-  int32_t *places, *nodes;
-  int32_t* counts;   // draft tokens by request
-  double* expected;  // sum of their likely values, by request
-  DraftOut draft;
-  double* sizes;  // see `Size`; by the known costs, and by the least possible ones
 };
 
 // A draft token, with the probability of its path.
@@ -395,7 +372,7 @@ bool falls(const Chosen& a, const Chosen& b) { return a.value > b.value; }
 void by_value(Requests all, double least, std::vector<Chosen>& found) {
   const Limits* requests = all.limits;
   for (int64_t i = 0; i < all.n; i++) {
-    Trie& trie = *requests[i].trie;
+    Trie& trie = trie_of(requests[i]);
     trie.settle();
     size_t begin = found.size();
     for (size_t node = 1; node < trie.tokens.size(); node++)
@@ -425,7 +402,7 @@ void by_urgency(Requests all, double least, size_t most, std::vector<Chosen>& fo
   std::vector<double> behind(all.behind, all.behind + all.n);
   std::vector<Waiting> heap;
   auto add = [&](int32_t i, int node, double above) {
-    const Trie& trie = *requests[i].trie;
+    const Trie& trie = trie_of(requests[i]);
     for (int c = trie.links[node].first_child; c != NONE; c = trie.links[c].next_sibling) {
       double value = above * trie.p[c];
       if (node != ROOT && value < least) continue;
@@ -451,7 +428,7 @@ void by_urgency(Requests all, double least, size_t most, std::vector<Chosen>& fo
     found.push_back(first.chosen);
     own.limit--;
     lacks -= value;
-    if (own.trie->depths[first.chosen.node] != own.max_depth)
+    if (trie_of(own).depths[first.chosen.node] != own.max_depth)
       add(first.chosen.request, first.chosen.node, value);
   }
 }
@@ -576,8 +553,8 @@ extern "C" Trie* specserve_trie(Calibrators* calibrators, int64_t num_ids) {
 
 extern "C" void specserve_free_trie(Trie* trie) { delete trie; }
 
-extern "C" void specserve_clear_tries(Trie* const* tries, int64_t n) {
-  for (int64_t i = 0; i < n; i++) tries[i]->clear();
+extern "C" void specserve_clear_tries(void* const* tries, int64_t n) {
+  for (int64_t i = 0; i < n; i++) static_cast<Trie*>(tries[i])->clear();
 }
 
 extern "C" int64_t specserve_trie_size(const Trie* trie) { return int64_t(trie->tokens.size()); }
@@ -593,11 +570,10 @@ extern "C" int64_t specserve_add_token(Trie* trie, int64_t parent, int64_t token
   return trie->add(int(parent), int(token), p, int(source));
 }
 
-// `nodes` [n + 1] gets the node of each candidate, after `below`.
-extern "C" void specserve_merge(Trie* trie, int64_t source, int64_t n, const int32_t* tokens,
+extern "C" void specserve_merge(void* trie, int64_t source, int64_t n, const int32_t* tokens,
                                 const int32_t* parents, const double* p, const int32_t* expanded,
                                 int64_t below, int32_t* nodes) {
-  trie->merge(int(source), n, tokens, parents, p, expanded, int(below), nodes);
+  static_cast<Trie*>(trie)->merge(int(source), n, tokens, parents, p, expanded, int(below), nodes);
 }
 
 // Return the number of values in `before`, as many as there is room for.
@@ -667,13 +643,13 @@ extern "C" void specserve_ask(Trie* trie, int64_t node, int64_t by, int64_t sour
 }
 
 // Learn from the tokens that followed each root, one request after the other.
-extern "C" void specserve_observe_each(const Observed* observed, int64_t n, const int32_t* tokens) {
-  for (int64_t i = 0; i < n; tokens += observed[i++].size)
-    observed[i].trie->observe(observed[i].size, tokens);
+extern "C" void specserve_observe_each(const void* observed, int64_t n, const int32_t* tokens) {
+  const Observed* each = static_cast<const Observed*>(observed);
+  for (int64_t i = 0; i < n; tokens += each[i++].size) each[i].trie->observe(each[i].size, tokens);
 }
 
-extern "C" int64_t specserve_child(const Trie* trie, int64_t node, int64_t token) {
-  return trie->child(int(node), int(token));
+extern "C" int64_t specserve_child(const void* trie, int64_t node, int64_t token) {
+  return static_cast<const Trie*>(trie)->child(int(node), int(token));
 }
 
 // Return the number of children; write as many as there is room for.
@@ -685,7 +661,8 @@ extern "C" int64_t specserve_children(const Trie* trie, int64_t node, int64_t ro
 }
 
 // Write the numbers of a node's sources, in the order of their scores; return how many.
-extern "C" int64_t specserve_sources(const Trie* trie, int64_t node, int64_t room, int32_t* out) {
+extern "C" int64_t specserve_sources(const void* of, int64_t node, int64_t room, int32_t* out) {
+  const Trie* trie = static_cast<const Trie*>(of);
   int64_t n = 0;
   for (int s = trie->links[node].first_score; s != NONE; s = trie->listed[s].next, n++)
     if (n < room) out[n] = trie->listed[s].score.source;
@@ -735,7 +712,7 @@ extern "C" void specserve_cut(const Limits* limits, int64_t n, int64_t size, dou
   own.resize(size);
   for (int64_t k = 0; k < size; k++) own[ends[out->places[k]]++] = out->nodes[k];
   for (int64_t i = 0, at = 0; i < n; at += out->counts[i++])
-    if (out->counts[i]) limits[i].trie->draft(out->counts[i], own.data() + at, out->draft.after(at));
+    if (out->counts[i]) trie_of(limits[i]).draft(out->counts[i], own.data() + at, out->draft.after(at));
 }
 
 // Select draft tokens as above, find the number of them with the highest expected rate, and write
