@@ -20,8 +20,6 @@ from specserve_drafters.candidates import (
     ROOT,
     Candidate,
     CandidateColumns,
-    ChosenDraft,
-    Draft,
     Rules,
 )
 from specserve_drafters.tenants import PerTenantSource
@@ -166,21 +164,6 @@ class NativeSuffixSource(suffix.SuffixSource):
         super().__init__()
 
 
-class SourceCodes(dict[int, tuple[str, ...]]):
-    """The sources of a draft token by their code: the first one, then the others."""
-
-    def __init__(self, names: list[str]) -> None:
-        """`names` holds the sources by number; it may grow."""
-        super().__init__()
-        self.names = names
-
-    def __missing__(self, code: int) -> tuple[str, ...]:
-        first, bits = code & 0xFF, code >> 8
-        others = [n for n in range(len(self.names)) if bits >> n & 1 and n != first]
-        found = self[code] = tuple(self.names[n] for n in (first, *others))
-        return found
-
-
 class NativeCalibration:
     """The bins of all sources, the gain of agreement, and every request's calibrators, in C++."""
 
@@ -199,7 +182,6 @@ class NativeCalibration:
         weakref.finalize(self, self.native.free_calibration, self.handle)
         self.numbers: dict[str, int] = {}  # of sources, in the order of their first use
         self.names: list[str] = []
-        self.named = SourceCodes(self.names)
         self.requests: dict[int, NativeCalibrators] = {}
 
     def number(self, source: str) -> int:
@@ -321,15 +303,6 @@ class NativeTrie(BaseTrie):
     def __del__(self) -> None:
         self.native.free_trie(self.handle)
 
-    def clear(self) -> None:
-        self.clear_each([self])
-
-    def clear_each(self, tries: Sequence[BaseTrie]) -> None:
-        handles = array("q", [its.handle for its in tries])
-        self.native.clear_tries(handles.buffer_info()[0], len(handles))
-        for its in tries:
-            its.num_continued = 0
-
     def __len__(self) -> int:
         return self.native.size(self.handle) - 1
 
@@ -416,10 +389,6 @@ class NativeTrie(BaseTrie):
         of_nodes, known = [nodes[part].tolist() for part in parts], before[:num_before].tolist()
         return TrieLevel(known, likely[:n].tolist(), of_nodes, of_values, of_reaches)
 
-    def settle(self) -> list[float]:
-        self.native.settle(self.handle)
-        return self.values
-
     def reaches(self, nodes: Sequence[int], source: str) -> list[float]:
         number, which = self.number(CHILDREN_BY + source), array("i", nodes)
         assert len(which) <= ROOM, "the nodes exceed the buffers"
@@ -430,21 +399,3 @@ class NativeTrie(BaseTrie):
     def ask(self, node: int, source: str) -> None:
         by, number = self.number(CHILDREN_BY + source), self.number(source)
         self.native.ask(self.handle, node, by, number)
-
-    def observe(self, tokens: Sequence[int]) -> int | None:
-        self.observe_each([self], [tokens])
-        return self.child(ROOT, tokens[0]) if tokens else None
-
-    def observe_each(self, tries: Sequence[BaseTrie], tokens: Sequence[Sequence[int]]) -> None:
-        fields, after = array("q"), array("i")
-        for its, own in zip(tries, tokens, strict=True):
-            fields.extend((its.handle, len(own)))
-            after.extend(own)
-        self.native.observe_each(fields.buffer_info()[0], len(tries), after.buffer_info()[0])
-
-    def draft(self, chosen: Sequence[int]) -> ChosenDraft:
-        n, which, out = len(chosen), array("i", chosen), BUFFERS
-        self.native.draft(self.handle, n, which.buffer_info()[0], *out.of_ints, out.of_codes)
-        tokens, parents, numbers, order = (column[:n].tolist() for column in out.ints)
-        draft = Draft(tokens, parents, numbers if any(numbers) else [])
-        return ChosenDraft(draft, order, [*map(self.calibration.named.__getitem__, out.codes[:n])])

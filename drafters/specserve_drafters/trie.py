@@ -14,7 +14,6 @@ from msgspec import Meta
 from specserve_drafters.candidates import (
     ROOT,
     Candidate,
-    ChosenDraft,
     Rules,
 )
 
@@ -131,8 +130,7 @@ class BaseTrie:
 
     Node 0 is the root, and every node comes after its parent. `p` is the calibrated probability
     that a node is accepted if its parent is; `values` holds the probability of the whole path. If
-    another source proposes a node again, the values below it are updated only by `settle` or
-    `branch`.
+    another source proposes a node again, the values below it are updated only by `branch`.
     """
 
     rules: Rules | None
@@ -149,15 +147,6 @@ class BaseTrie:
 
     def __len__(self) -> int:
         raise NotImplementedError
-
-    def clear(self) -> None:
-        """Drop all nodes below the root, for the request's next step."""
-        raise NotImplementedError
-
-    def clear_each(self, tries: "Sequence[BaseTrie]") -> None:
-        """Clear several tries of the form of this one."""
-        for trie in tries:
-            trie.clear()
 
     def child(self, node: int, token: int) -> int | None:
         """Return the child with this token."""
@@ -207,10 +196,6 @@ class BaseTrie:
         values = [[*map(trie.values.__getitem__, own)] for own, trie in each]
         return TrieLevel(before, num_likely, nodes, values, [t.reaches(o, source) for o, t in each])
 
-    def settle(self) -> list[float]:
-        """Return the probability of each node's whole path."""
-        raise NotImplementedError
-
     def reaches(self, nodes: Sequence[int], source: str) -> list[float]:
         """Return the values of asking a source for the children of nodes of equal depth. Each is
         the probability that the node's path is accepted, and that the source adds the accepted
@@ -220,23 +205,6 @@ class BaseTrie:
 
     def ask(self, node: int, source: str) -> None:
         """Record that a source is asked for a node's children, before these are added."""
-        raise NotImplementedError
-
-    def observe(self, tokens: Sequence[int]) -> int | None:
-        """Learn from the tokens that followed the root; return its child that was accepted. Every
-        candidate below a reached node is counted, verified or not, because its result is known.
-        """
-        raise NotImplementedError
-
-    def observe_each(self, tries: "Sequence[BaseTrie]", tokens: Sequence[Sequence[int]]) -> None:
-        """Do the same for several tries of the form of this one."""
-        for trie, own in zip(tries, tokens, strict=True):
-            trie.observe(own)
-
-    def draft(self, chosen: Sequence[int]) -> ChosenDraft:
-        """Return chosen nodes, most likely first and each after its parent, as a draft. The most
-        likely path gets the lowest numbers.
-        """
         raise NotImplementedError
 
     def reach(self, node: int, source: str) -> float:

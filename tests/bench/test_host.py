@@ -53,7 +53,6 @@ def test_what_is_timed_of_auto_is_put_back():
     def named():
         return (
             host.NativeTrie.merge,
-            host.NativeTrie.draft,
             host.DraftDepthController.first,
             host.DraftDepthController.next,
         )

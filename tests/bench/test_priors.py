@@ -4,8 +4,8 @@ import pytest
 
 from specserve_bench import priors
 from specserve_drafters.base import SOURCES
-from specserve_drafters.native import NativeCalibration
 from specserve_drafters.trie import KNOWN_WEIGHT, NUM_BINS, BinCounts, shipped_prior
+from tests.drafters.native_tries import OpenCalibration
 from tests.drafters.oracle_trie import Calibration
 
 
@@ -29,7 +29,7 @@ def test_the_shipped_file_has_the_usual_sources():
         assert all(0 <= bin.hits <= bin.tries * 1.001 for bin in bins)
 
 
-@pytest.mark.parametrize("make", [Calibration, NativeCalibration])
+@pytest.mark.parametrize("make", [Calibration, OpenCalibration])
 def test_a_scope_begins_with_it_and_learns_on(make):
     calibration, plain = make(shipped_prior()), make()
     tries = [c.trie(0) for c in (calibration, plain)]

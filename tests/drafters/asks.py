@@ -11,6 +11,7 @@ from specserve_drafters.trie import LEAST_VALUE
 from specserve_kernels.cpu import build
 from specserve_kernels.cpu.drafting import named
 from tests.drafters import oracle_trie
+from tests.drafters.native_tries import sources_of
 from tests.drafters.oracle_trie import RequestCandidates, Selection
 
 __all__ = ["Asks", "RequestCandidates", "Selection"]
@@ -69,7 +70,7 @@ class Asks(list):
             begin, end = end, end + count
             names = ("tokens", "parents", "expanded", "order", "codes")
             tokens, parents, numbers, nodes, codes = (out[n][begin:end].tolist() for n in names)
-            sources = [ask.trie.calibration.named[code] for code in codes]
+            sources = [sources_of(ask.trie, code) for code in codes]
             draft = Draft(tokens, parents, numbers if any(numbers) else [])
             yield ChosenDraft(draft, nodes, sources)
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specserve_drafters.candidates import MAX_NODES, ROOT, Candidate, CandidateColumns
-from specserve_drafters.native import NativeCalibration
 from specserve_drafters.trie import DROPPED, BinCounts, begun_with
 from tests.drafters.asks import Asks, RequestCandidates
+from tests.drafters.native_tries import OpenCalibration
 from tests.drafters.oracle_trie import Calibration
 from tests.drafters.test_grammar import Texts
 
@@ -91,7 +91,7 @@ def grown(tries, event):
 
 @given(steps)
 def test_both_select_and_learn_the_same_whatever_is_proposed(steps):
-    both = Calibration(PRIOR), NativeCalibration(PRIOR)
+    both = Calibration(PRIOR), OpenCalibration(PRIOR)
     for requests, most in steps:
         tries = []
         for id, event in enumerate(requests):
@@ -125,7 +125,7 @@ def test_both_select_and_learn_the_same_whatever_is_proposed(steps):
 def test_a_cleared_trie_is_as_a_new_one(event):
     """Also if it had other nodes, scores and questions."""
     tries = []
-    for calibration in (Calibration(PRIOR), NativeCalibration(PRIOR)):
+    for calibration in (Calibration(PRIOR), OpenCalibration(PRIOR)):
         used, new = (calibration.trie(id, event["rules"], event["num_ids"]) for id in range(2))
         used.merge([Candidate(0, ROOT, 0.5, "a"), Candidate(1, 1, 0.5, "b")])
         used.ask(ROOT, "model")
@@ -147,13 +147,13 @@ def test_columns_are_merged_as_their_rows_are():
     )
     rows = [*found]
     assert rows[0] == found[0] == Candidate(5, 0, 0.5, "a") and found[2:] == rows[2:]
-    by_row, at_once = (NativeCalibration().trie(0, num_ids=9) for _ in range(2))
+    by_row, at_once = (OpenCalibration().trie(0, num_ids=9) for _ in range(2))
     assert by_row.merge(rows) == at_once.merge(found) == [1, 2, DROPPED, DROPPED]
     assert columns(by_row) == columns(at_once)
 
 
 def test_a_trie_is_usable_after_its_request_was_forgotten():
-    calibration = NativeCalibration()
+    calibration = OpenCalibration()
     trie = calibration.trie(3)
     trie.merge([Candidate(5, 0, 0.5, "a")])
     calibration.forget(3)
@@ -161,7 +161,7 @@ def test_a_trie_is_usable_after_its_request_was_forgotten():
 
 
 def test_many_sources_share_bits():
-    num_sources, trie = 60, NativeCalibration().trie(0)
+    num_sources, trie = 60, OpenCalibration().trie(0)
     for k in range(num_sources):
         trie.merge([Candidate(k, 0, 0.5, f"source {k}")])
     names = trie.draft(range(1, num_sources + 1)).sources
@@ -173,7 +173,7 @@ def test_threads_share_no_buffers():
     errors = []
 
     def work(token):
-        trie = NativeCalibration().trie(0)
+        trie = OpenCalibration().trie(0)
         nodes = trie.merge([Candidate(token, k, 0.9, "a") for k in range(30)])
         for _ in range(2000):
             drafted = trie.draft(nodes).draft

@@ -14,8 +14,8 @@ from specserve.speculation.costs import Step, StepCosts
 from specserve.speculation.draft_depth import DraftDepthPolicy
 from specserve.speculation.planner import ExplorationSchedule, Planner, tokens_behind
 from specserve_drafters import ROOT
-from specserve_drafters.native import NativeCalibration
 from tests.drafters.asks import Asks, RequestCandidates
+from tests.drafters.native_tries import OpenCalibration
 from tests.drafters.oracle_trie import Calibration, Trie
 from tests.drafters.paths import path_value
 
@@ -169,7 +169,7 @@ def test_plans_of_tries_in_cpp_are_the_same_as_in_python(candidates, data):
         data.draw(number),
     )
     found = []
-    for calibration in (Calibration(), NativeCalibration()):
+    for calibration in (Calibration(), OpenCalibration()):
         asks = Asks()
         for id, draft_tokens in enumerate(candidates):
             trie = calibration.trie(id)

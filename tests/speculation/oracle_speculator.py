@@ -111,9 +111,9 @@ class OracleSpeculator(AdaptiveSpeculator):
     ) -> None:
         """Ask the sources, and choose the nodes to verify."""
         least, by_source = LEAST_ASKED // len(due), dict[str, list[RequestDraft]]()
-        used = [root.trie for _, root, _ in due if root.trie is not None]
-        if used:
-            used[0].clear_each(used)
+        for _, root, _ in due:
+            if root.trie is not None:
+                root.trie.clear()
         for scheduled, root, asked in due:
             root.begin_step(scheduled, asked, least, self.num_ids)
             for name in asked:
@@ -250,8 +250,8 @@ class OracleSpeculator(AdaptiveSpeculator):
             learnt.append(root)
             tokens.append(path.tokens)
         if learnt:
-            tries = [root.ask.trie for root in learnt]
-            tries[0].observe_each(tries, tokens)
+            for root, own in zip(learnt, tokens, strict=True):
+                root.ask.trie.observe(own)
         self.making += perf_counter() - start
         return counts
 

@@ -233,7 +233,7 @@ def planning_parts(speculator: AdaptiveSpeculator) -> list[tuple[Any, str, str]]
     for model_source in speculator.model_sources:
         parts += [(model_source.source, name, phase) for name, phase in named]
     parts += [(DraftDepthController, name, "choose") for name in ("first", "next", "ran")]
-    parts += [(NativeTrie, name, "merge") for name in ("merge", "draft")]
+    parts.append((NativeTrie, "merge", "merge"))
     return parts
 
 

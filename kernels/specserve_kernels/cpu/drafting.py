@@ -229,7 +229,6 @@ class TrieFunctions(NamedTuple):
     drop_shift: Callable[[int, int], None]  # calibrators, source
     trie: Callable[[int, int], int]  # calibrators, number of ids -> trie
     free_trie: Callable[[int], None]
-    clear_tries: Callable[[int, int], None]  # tries, n
     size: Callable[[int], int]
     columns: Callable[[int, Any], None]
     add: Callable[..., int]  # trie, parent, token, p, source
@@ -239,14 +238,11 @@ class TrieFunctions(NamedTuple):
     # columns -> children that existed before
     branch_each: Callable[..., int]
     set_number: Callable[[int, int, int], None]  # trie, node, number
-    settle: Callable[[int], None]
     reaches: Callable[..., None]  # trie, n, nodes, source of children, out
     ask: Callable[[int, int, int, int], None]  # trie, node, source of children, source
-    observe_each: Callable[[int, int, int], None]  # [n, 2] of trie, number of tokens; n, tokens
     child: Callable[[int, int, int], int]  # trie, node, token
     children: Callable[[int, int, int, int], int]  # trie, node, room, out
     sources: Callable[[int, int, int, int], int]  # trie, node, room, out
-    draft: Callable[..., None]  # trie, n, nodes, tokens, parents, expanded, order, sources
 
 
 def trie_functions() -> TrieFunctions:
@@ -269,7 +265,6 @@ def trie_functions_of(library: CDLL) -> TrieFunctions:
         named(library, "drop_shift", None, p, n),
         named(library, "trie", p, p, n),
         named(library, "free_trie", None, p),
-        named(library, "clear_tries", None, p, n),
         named(library, "trie_size", n, p),
         named(library, "trie_columns", None, p, p),
         named(library, "add_token", n, p, n, n, x, n),
@@ -277,12 +272,9 @@ def trie_functions_of(library: CDLL) -> TrieFunctions:
         named(library, "branch", n, p, n, n, n, p, p, n, p),
         named(library, "branch_each", n, p, n, n, p, p, x, n, p),
         named(library, "number_node", None, p, n, n),
-        named(library, "settle", None, p),
         named(library, "reaches", None, p, n, p, n, p),
         named(library, "ask", None, p, n, n, n),
-        named(library, "observe_each", None, p, n, p),
         named(library, "child", n, p, n, n),
         named(library, "children", n, p, n, n, p),
         named(library, "sources", n, p, n, n, p),
-        named(library, "draft", None, p, n, p, p, p, p, p, p),
     )
