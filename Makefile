@@ -26,7 +26,7 @@ DIST := dist
 # Two workers, each with whole files in the order of tests/conftest.py; only tests of times rerun.
 ON_TWO := -n 2 --dist loadfile --no-loadscope-reorder -p no:rerunfailures
 
-.PHONY: setup test promises everyday timed thorough check browser pictures equivalence equivalence-tools real real-quick real-models agents lint docs reference dist \
+.PHONY: setup levels test promises everyday timed thorough check browser pictures equivalence equivalence-tools real real-quick real-models agents lint docs reference dist \
 	serve generate bench soak gpu-check gpu-wheels
 
 setup: $(COMPILED)
@@ -44,6 +44,10 @@ $(INSTALLED): pyproject.toml constraints.txt | $(PY)
 $(COMPILED): $(INSTALLED) $(KERNELS)
 	-$(PY) -m specserve_kernels.cpu
 	touch $@
+
+# The kernels for the other instruction sets of the everyday tests, which else compile them.
+levels: setup
+	$(PY) -m tests.kernels.levels
 
 test: setup
 	$(PY) -m pytest -m "not slow and not timed and not thorough and not real" $(ON_TWO)

@@ -46,12 +46,14 @@ LONGEST = {  # only by `make thorough`
     "text/answer": "transcripts",
 }
 FIRST = {  # files that take longest, by folder: a worker that begins one late is the last to end
-    "": "parity guards layers",
+    "": "parity guards layers heads",
     "engine": "promise ranks memory recurrent",
     "equivalence": "matrix tools",
     "kernels": "row_invariance",
     "models": "parity",
     "server": "restart prediction routes connections",
+    "speculation": "recurrent_draft head_model adaptive_speculator",
+    "text/answer": "parsers",
 }
 
 

@@ -76,3 +76,8 @@ def arm_server(folder, name="aarch64", sources=None):
     sources = sources or [path.name for path in FOLDER.glob("*.cpp")]
     program = compile_program("server", folder, sources, flags, lambda: (ARM_COMPILER,))
     return Server([ARM_EMULATOR, "-L", "/usr/aarch64-linux-gnu", program])
+
+
+if __name__ == "__main__":
+    for each in EVERY_DAY:
+        print(compiled(FLAGS[each]))

@@ -172,7 +172,7 @@ def compiled(monkeypatch):
     """The flags of what has been compiled, which takes no time: a library is copied."""
     flags_of = []
 
-    def compile_to(path, flags):
+    def compile_to(path, flags, _):
         flags_of.append(flags)
         shutil.copy(native(), path)
 
@@ -292,7 +292,7 @@ def test_a_lower_level_serves_only_where_nothing_can_be_compiled(prebuilt, monke
     assert words in capsys.readouterr().out
     build.kernels.cache_clear()
     monkeypatch.delenv("CXX")
-    monkeypatch.setattr(compiler, "compile_to", lambda path, _: shutil.copy(native(), path))
+    monkeypatch.setattr(compiler, "compile_to", lambda path, *_: shutil.copy(native(), path))
     assert build.main() == 0
     assert "compiled for this CPU" in capsys.readouterr().out
 

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import stat
@@ -33,6 +34,12 @@ FLAGS = (
 )
 # Link the C++ runtime statically, because the process may have loaded an older one.
 STATIC = ("-static-libstdc++", "-static-libgcc", "-Wl,--gc-sections", "-Wl,--exclude-libs,ALL")
+# Sources without vectors, whose work is too short for special instructions. All levels share their
+# objects, which any CPU runs.
+PORTABLE = (
+    *("attention_plan", "costs", "move_kv", "ngrams", "plans", "run", "suffixes", "team", "tries"),
+)
+INCLUDE = re.compile(rb'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 FULL = errno.ENOSPC, errno.EDQUOT  # errors of a full disk or quota
 REMEDY = "Set CXX to g++ 11 or later"
 UNUSED_SECONDS = 30 * 24 * 3600  # age of unused cache files that are removed
@@ -212,9 +219,13 @@ def library_name(flags: Iterable[str]) -> str:
 
 def build_hash(flags: Iterable[str]) -> str:
     """Return a hash of everything that affects a library: sources, flags, compiler and target."""
+    return input_hash(source_hash(), (*FLAGS, *flags, *PORTABLE))
+
+
+def input_hash(code: str, flags: tuple[str, ...]) -> str:
     _, *args = compiler()
     version = call_compiler("--version").stdout
-    parts = [source_hash().encode(), repr((FLAGS, *flags, *args)).encode(), version.encode()]
+    parts = [code.encode(), repr((flags, *args)).encode(), version.encode()]
     if "-march=native" in flags:
         parts.append(cpu_name())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
@@ -224,26 +235,80 @@ def keep(path: Path, flags: tuple[str, ...], is_good: Callable[[Path], bool]) ->
     """Compile a library in a temporary folder, then move it to `path` atomically."""
     with tempfile.TemporaryDirectory(prefix="kernels-", dir=path.parent) as folder:
         library = Path(folder, path.name)
-        compile_to(library, flags)
+        compile_to(library, flags, path.parent)
         if not is_good(library):
             command = shlex.join(compiler())
             raise BuildError(f"{command} produced no usable library. {REMEDY}.")
-        with library.open("rb+") as file:
-            os.fsync(file)  # otherwise a power loss could leave a file of zeros
-        os.replace(library, path)  # atomic, because another process may do the same
+        move(library, path)
 
 
-def compile_to(path: Path, flags: tuple[str, ...]) -> None:
-    """Compile the kernels with additional flags into the shared library `path`."""
-    sources = sorted(FOLDER.glob("*.cpp"))
-    objects = [path.with_name(f"{source.stem}.o") for source in sources]
+def move(file: Path, to: Path) -> None:
+    """Move a file atomically, because another process may do the same."""
+    with file.open("rb+") as opened:
+        os.fsync(opened)  # otherwise a power loss could leave a file of zeros
+    os.replace(file, to)
 
-    def compile_one(source: Path, object_file: Path) -> None:
-        run_compiler(*FLAGS, *flags, "-c", str(source), "-o", str(object_file))
+
+def compile_to(path: Path, flags: tuple[str, ...], folder: Path) -> None:
+    """Compile the kernels with additional flags into the shared library `path`.
+
+    The folder keeps the objects, so other levels and later versions compile only what differs.
+    """
+    # The longest begin first, so that all cores are busy until the end.
+    sources = sorted(FOLDER.glob("*.cpp"), key=lambda source: -len(with_headers(source)))
+
+    def object_of(source: Path) -> Path:
+        return kept_object(source, flags, folder, path.parent)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compile_one, sources, objects))
+        objects = sorted(pool.map(object_of, sources))
     run_compiler("-shared", "-pthread", *flags, *map(str, objects), "-o", str(path))
+
+
+def kept_object(source: Path, flags: tuple[str, ...], folder: Path, temporary: Path) -> Path:
+    """Return the object of a source, from the folder or compiled into it."""
+    path = folder / object_name(source, flags)
+    mark_used(path)
+    if is_whole(path):
+        return path
+    new = temporary / path.name
+    run_compiler(*object_flags(source, flags), "-c", str(source), "-o", str(new))
+    # An object stays out of the folder if somebody has changed the source meanwhile.
+    if object_name(source, flags) != path.name or not is_whole(new):
+        return new
+    move(new, path)
+    return path
+
+
+def object_name(source: Path, flags: tuple[str, ...]) -> str:
+    code = hashlib.sha256(with_headers(source)).hexdigest()
+    return f"kernels-{source.stem}-{input_hash(code, object_flags(source, flags))}.o"
+
+
+def object_flags(source: Path, flags: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the flags that affect an object: no linker flags, no macros that it does not read."""
+    code, is_portable = with_headers(source), source.stem in PORTABLE
+
+    def has_effect(flag: str) -> bool:
+        if flag.startswith("-D"):
+            return flag[2:].partition("=")[0].encode() in code
+        return flag not in STATIC and not (is_portable and flag.startswith("-m"))
+
+    return (*FLAGS, *filter(has_effect, flags))
+
+
+def with_headers(source: Path) -> bytes:
+    """Return the code of a source and of all kernel headers that it includes."""
+    found: dict[str, bytes] = {}
+
+    def add(path: Path) -> None:
+        if path.name not in found:
+            found[path.name] = path.read_bytes()
+            for name in INCLUDE.findall(found[path.name]):
+                add(path.parent / name.decode())
+
+    add(source)
+    return b"\0".join(found[name] for name in sorted(found))
 
 
 def run_compiler(*args: str) -> None:

@@ -126,18 +126,8 @@ template <class Kind> struct CodeVectors {
   static void begin() {}
   static void end() {}
   static void pack(const Source* x, int64_t n, Value* to) { Kind::pack(x, n, to); }
-  static void multiply(const CodePart& part, int rows) { TABLE<0, false>[rows - 1](part); }
-  static CodeMultiplying by_codes(int64_t bits, Meaning meaning) {
-#if DECODES_PAIRS
-    if constexpr (IS_PAIRED) {
-      if (meaning == BY_TABLE) return PairCodes<4, BY_TABLE>::multiply;
-      if (meaning == WITH_ZEROS)
-        return bits == 4 ? PairCodes<4, WITH_ZEROS>::multiply : PairCodes<8, WITH_ZEROS>::multiply;
-      return bits == 4 ? PairCodes<4, CENTERED>::multiply : PairCodes<8, CENTERED>::multiply;
-    }
-#endif
-    return bits == 4 ? multiply_floats<4> : multiply_floats<8>;
-  }
+  static void multiply(const CodePart& part, int rows);
+  static CodeMultiplying by_codes(int64_t bits, Meaning meaning);
   static constexpr int panels(int rows) { return IS_PAIRED ? Vectors<Kind>::panels(rows) : 1; }
 
  private:

@@ -19,16 +19,7 @@ struct IntegerVectors {
   }
   static constexpr int64_t AHEAD = 8 << 10;  // prefetch distance in bytes
 
-  static void multiply(const IntegerPart& part, Words words, int rows) {
-    switch (words) {
-      case BYTES: return run<BYTES>(part, rows);
-      case DECODED: return run<HAS_SHORT_SUMS ? DECODED : BYTES>(part, rows);
-      case NIBBLES: return run<NIBBLES>(part, rows);
-      case FIVES: return run<FIVES>(part, rows);
-      case SIXES: return run<SIXES>(part, rows);
-      case INDICES: return run<INDICES>(part, rows);
-    }
-  }
+  static void multiply(const IntegerPart& part, Words words, int rows);
   // Prefetch what follows a group at a distance, into L2: L1 has buffers for fewer misses. Every
   // group prefetches a part of the border, because a burst of misses stalls. Several blocks of rows
   // prefetch a part of the next panel each, because the first one would wait for memory. Inlined,
@@ -49,14 +40,7 @@ struct IntegerVectors {
   }
 
   // Decode a panel to the layout of 8-bit codes with scales that are SINGLES.
-  static void decode(const IntegerPart& part, Words words, char* to) {
-    switch (words) {
-      case FIVES: return decode_as<FIVES>(part, to);
-      case SIXES: return decode_as<SIXES>(part, to);
-      case INDICES: return decode_as<INDICES>(part, to);
-      default: return decode_as<NIBBLES>(part, to);
-    }
-  }
+  static void decode(const IntegerPart& part, Words words, char* to);
 
  private:
   typedef void (*Function)(const IntegerPart&);
