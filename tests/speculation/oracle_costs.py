@@ -203,13 +203,35 @@ def fitted(buckets: Iterable[RowBucket], before: Sequence[float]) -> list[float]
 def solved(sums: list[list[float]], kept: list[int]) -> dict[int, float]:
     """Solve the equations; leave out unknowns that would be below 0."""
     while kept:
-        left = np.array([[sums[i][k] for k in kept] for i in kept])
-        found = np.linalg.solve(left, [sums[i][3] for i in kept])
-        if found.min() >= 0:
-            return dict(zip(kept, found.tolist(), strict=True))
-        worst = kept[int(found.argmin())]
+        found = eliminated([[*(sums[i][k] for k in kept), sums[i][3]] for i in kept])
+        if min(found) >= 0:
+            return dict(zip(kept, found, strict=True))
+        worst = kept[found.index(min(found))]
         kept = [i for i in kept if i != worst]
     return {}
+
+
+def eliminated(rows: list[list[float]]) -> list[float]:
+    """Solve equations by elimination with pivots. Context and attention are nearly the same in
+    many steps, so another order of operations gives other digits.
+    """
+    n = len(rows)
+    for i in range(n):
+        best = max(range(i, n), key=lambda k: abs(rows[k][i]))
+        rows[i], rows[best] = rows[best], rows[i]
+        for k in range(i + 1, n):
+            factor = rows[k][i] / rows[i][i]
+            rows[k] = [
+                *rows[k][:i],
+                *(b - factor * a for a, b in zip(rows[i][i:], rows[k][i:], strict=True)),
+            ]
+    found = [0.0] * n
+    for i in reversed(range(n)):
+        rest = rows[i][n]
+        for k in range(i + 1, n):
+            rest -= rows[i][k] * found[k]
+        found[i] = rest / rows[i][i]
+    return found
 
 
 def add_differences(
@@ -218,11 +240,12 @@ def add_differences(
     """Add a bucket's part of the normal equations, and squares of the unknowns' sizes relative to
     the step's time. Each sample has a number of steps as weight.
     """
-    each = [(number / point.seconds**2, point) for number, point in known]
+    each = [(number / (point.seconds * point.seconds), point) for number, point in known]
     whole = sum(weight for weight, _ in each)
     usual = [sum(w * point[i] for w, point in each) / whole for i in range(4)]
     for i in range(3):
-        sizes[i] += (usual[i] / usual[3]) ** 2
+        share = usual[i] / usual[3]
+        sizes[i] += share * share
     for weight, point in each:
         more = [point[i] - usual[i] for i in range(4)]
         for i in range(3):
