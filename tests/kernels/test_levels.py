@@ -8,6 +8,7 @@ import torch
 
 from specserve_kernels import SampleParams, cpu, reference
 from specserve_kernels.cpu import build
+from specserve_kernels.cpu.arguments import AttentionPlan
 from specserve_kernels.cpu.compiler import FLAGS, FOLDER
 from specserve_kernels.cpu.levels import usable_levels
 from tests.kernels.levels import ARM, EMULATED, EVERY_LEVEL_AND_ARM, running_on
@@ -101,3 +102,11 @@ def test_clang_compiles_kernels_for_arm(cpu_name, tmp_path):
         command = [sys.executable, "-m", "ziglang", "c++", *target, *flags, "-c", *files]
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[:2000]
+
+
+def test_an_attention_plan_is_freed_by_the_library_that_has_made_it(monkeypatch):
+    """A search for the library could compile one, at any time that memory is freed."""
+    asked, plan = [], AttentionPlan()
+    monkeypatch.setattr(build, "kernels", lambda: asked.append("kernels"))
+    del plan
+    assert not asked

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specserve_kernels.codes import Codes
-from specserve_kernels.cpu import native
+from specserve_kernels.cpu import build, native
 from specserve_kernels.ranks import HEADER, Gathering, Ranks
 from specserve_kernels.states import DeltaParams, MambaParams, Replays, StateLayer
 from specserve_kernels.types import (
@@ -70,7 +70,9 @@ class AttentionPlan:
 
     def __init__(self) -> None:
         self.address = native.call("attention_plan", c_void_p)
-        weakref.finalize(self, native.call, "free_attention_plan", None, c_void_p(self.address))
+        free = build.library().specserve_free_attention_plan  # of the library that has made it
+        free.restype = None
+        weakref.finalize(self, free, c_void_p(self.address))
 
 
 def linear(
