@@ -16,14 +16,22 @@ DIRTY = "-dirty"  # end of a commit with uncommitted changes
 OUTPUTS = ":(exclude)bench/results", ":(exclude)docs"  # their changes change no measurement
 
 
+CPU_FILE = Path("/proc/cpuinfo")
+
+
 def cpu_name() -> str:
+    """The CPU's name. Virtual machines may hide which model it is: then with its family and model,
+    because generations differ in their arithmetic.
+    """
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(": ")[2]
+        lines = CPU_FILE.read_text().splitlines()
     except OSError:
-        pass  # only Linux has this file
-    return platform.processor() or "unknown"
+        lines = []  # only Linux has this file
+    fields = {key.strip(): value for key, _, value in (line.partition(": ") for line in lines)}
+    name = fields.get("model name") or platform.processor() or "unknown"
+    if "cpu family" not in fields or any(map(str.isdigit, name)):
+        return name
+    return f"{name} (family {fields['cpu family']}, model {fields['model']})"
 
 
 @cache  # the commit at the start: the process runs the code that it read then

@@ -14,7 +14,7 @@ import weakref
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from ctypes import addressof, byref, c_double, c_int8
 from statistics import median
 from typing import Any, NamedTuple
@@ -90,32 +90,6 @@ class Step(msgspec.Struct):
             prompt_rows=self.prompt_rows + rows,
             attended=self.attended + rows * context,
         )
-
-    @property
-    def without_prompts(self) -> "Step":
-        """Return the step with its roots only."""
-        if not self.prompt_rows:
-            return self
-        rows, context = self.rows - self.prompt_rows, self.root_context
-        return msgspec.structs.replace(
-            self, rows=rows, context=context, requests=rows, prompt_rows=0, attended=context
-        )
-
-    def allowed_with_draft(self, roots: float) -> float:
-        """Return the allowed time with draft tokens, if the roots take `roots` seconds. A target
-        that the roots miss does not limit drafts, because only drafts can meet it.
-        """
-        return self.allowed if roots <= self.allowed else float("inf")
-
-
-def prefill_value(prompts: float, tokens: Sequence[float], seconds: Sequence[float]) -> float:
-    """Return the value of prompt rows in tokens: as many as the streams would get in the same time.
-
-    Otherwise time would seem cheap in a step with long prompts. Draft tokens would lengthen it, for
-    tokens that the next steps produce faster.
-    """
-    rates = (t / (s - prompts) for t, s in zip(tokens, seconds, strict=True) if s > prompts)
-    return prompts * max(rates, default=0.0)
 
 
 class PlainSteps:
@@ -269,10 +243,6 @@ class StepCosts:
         given = len(at), at.buffer_info()[0], is_hopeful, out.buffer_info()[0]
         self.functions.of_each(self.address, byref(step.native), *given)
         return out.tolist()
-
-    def are_known(self, step: Step, sizes: Iterable[int]) -> bool:
-        """Return whether steps with so many draft tokens were all measured."""
-        return all(self.is_known(step.rows + size) for size in sizes)
 
     def is_known(self, rows: int) -> bool:
         """Return whether such steps were measured; more rows than the last edge count as the

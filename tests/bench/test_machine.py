@@ -159,3 +159,22 @@ def test_a_caption_says_if_the_tree_was_uncommitted():
     p = argparse.ArgumentParser()
     machine.add_allow_dirty(p)
     assert p.parse_args(["--allow-dirty"]).allow_dirty
+
+
+CPUS = {  # /proc/cpuinfo -> the name
+    "of a model": (
+        "model name\t: AMD EPYC 9354 32-Core Processor\ncpu family\t: 25",
+        "AMD EPYC 9354 32-Core Processor",
+    ),
+    "hidden": (
+        "cpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n",
+        "AMD EPYC (family 26, model 2)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "name"), CPUS.values(), ids=CPUS)
+def test_a_hidden_cpu_model_is_named_by_its_family(text, name, tmp_path, monkeypatch):
+    (tmp_path / "cpuinfo").write_text(text)
+    monkeypatch.setattr(machine, "CPU_FILE", tmp_path / "cpuinfo")
+    assert machine.cpu_name() == name

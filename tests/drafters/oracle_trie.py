@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 import msgspec
 
 from specserve.speculation.constants import FEW, FINE
-from specserve.speculation.costs import Step, StepCosts, prefill_value
+from specserve.speculation.costs import Step, StepCosts
 from specserve_drafters.candidates import (
     MAX_NODES,
     ROOT,
@@ -45,6 +45,8 @@ from specserve_drafters.trie import (
     CalibrationBin,
     table,
 )
+from tests.speculation.oracle_costs import allowed_with_draft, are_known, without_prompts
+from tests.speculation.oracle_depth import prefill_value
 
 # One source's score of a draft token: calibrator, bin, score, calibrated probability. A plain
 # tuple, because a step creates hundreds.
@@ -477,7 +479,7 @@ def weigh(
         sizes.append(num)
     gains = [sums[size] for size in sizes]
     known = best_of(step, sizes, gains, costs, is_hopeful=False)
-    if costs.are_known(step, sizes):
+    if are_known(costs, step, sizes):
         return found, known, known
     return found, known, best_of(step, sizes, gains, costs, is_hopeful=True)
 
@@ -492,8 +494,8 @@ def best_of(
     each_size = none, *costs.of_each(step, sizes[1:], is_hopeful)
     takes = [spent + seconds for seconds in each_size]
     if step.prompt_rows or step.allowed < inf:
-        roots = costs.of(step.without_prompts, 0, is_hopeful)
-        allowed = step.allowed_with_draft(roots)
+        roots = costs.of(without_prompts(step), 0, is_hopeful)
+        allowed = allowed_with_draft(step, roots)
         if step.prompt_rows and step.num_roots:
             worth = prefill_value(none - roots, tokens, takes)
     each = zip(tokens, takes, strict=True)

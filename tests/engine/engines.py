@@ -127,6 +127,7 @@ def let_all_guess(patch):
     patch.setattr(planner, "EXPLORATION", ALWAYS)
     patch.setattr(StepCosts, "seconds", lambda *_, **__: 1.0)
     patch.setattr(DraftDepthController, "seconds", lambda *_, **__: 0.0)
+    patch.setattr(DraftDepthController, "seconds_by_size", lambda self, again, most: [0.0] * most)
 
 
 def planned(engine, *sources, model_sources=()):
@@ -163,8 +164,12 @@ class RandomGrowth:
     def size(self, reach, hold, depth, seconds):
         return self.rng.randint(0, len(reach))
 
-    def first_size(self, reach, hold, depth, seconds):
-        return self.size(reach, hold, depth, seconds)
+    @property
+    def least(self):
+        return self.rng.random()
+
+    def pays(self, reach, hold, depth, once, level):
+        return self.rng.random() < 0.7
 
     def add(self, values, seconds, before):
         pass

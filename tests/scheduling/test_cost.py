@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from specserve.speculation.constants import KNOWN, STALE, WINDOW
 from specserve.speculation.costs import KnownCosts, Sample, Step, StepCosts, edges
-from tests.speculation.oracle_costs import OracleCosts
+from tests.speculation.oracle_costs import OracleCosts, are_known, without_prompts
 
 
 def true_seconds(rows, context=0, requests=1):
@@ -381,7 +381,7 @@ def test_rows_are_priced_by_the_context_that_each_attends_to():
     assert costs.of(step) - costs.seconds(101, 0, 2) == pytest.approx(1e-7 * 28_000)
     more = costs.of(step, 3) - costs.seconds(104, 0, 2)
     assert more == pytest.approx(1e-7 * (28_000 + 3 * 8000))
-    assert costs.of(step.without_prompts) == costs.seconds(1, 8000, 1)
+    assert costs.of(without_prompts(step)) == costs.seconds(1, 8000, 1)
     wider = Step(1, 8000, 1, 1, attended=8000, root_context=8000).with_prompt(100, 200)
     assert costs.of(wider) == pytest.approx(costs.of(step))
 
@@ -455,7 +455,7 @@ def test_several_sizes_at_once_cost_what_each_costs_alone(seed):
             want = [costs.of(step, size, is_hopeful) for size in sizes]
             assert costs.of_each(step, sizes, is_hopeful) == want
         known = [costs.is_known(step.rows + size) for size in sizes]
-        assert costs.are_known(step, sizes) == all(known)
+        assert are_known(costs, step, sizes) == all(known)
 
 
 def test_beside_prompts_draft_tokens_add_at_least_what_they_add_without_them():

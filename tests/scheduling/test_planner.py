@@ -18,6 +18,7 @@ from tests.drafters.asks import Asks, RequestCandidates
 from tests.drafters.native_tries import OpenCalibration
 from tests.drafters.oracle_trie import Calibration, Trie
 from tests.drafters.paths import path_value
+from tests.speculation.oracle_depth import OracleDepthPolicy
 
 
 def costs_of(seconds, most=256):
@@ -319,46 +320,83 @@ def test_steps_without_drafts_are_run_again_if_they_may_have_become_faster():
     assert len(plain) > 0.95 * (2 * LONG_AGO - plain[0]), "nearly always from the first trial on"
 
 
-def growth(values, costs=TILES, roots=1):
-    return DraftDepthPolicy(costs, Step(roots, 0, roots, roots), values)
+def growth(values, costs=TILES, roots=1, cls=DraftDepthPolicy):
+    return cls(costs, Step(roots, 0, roots, roots), values)
+
+
+def size(policy, reach, hold, depth, seconds):
+    return policy.size(reach, hold, depth, [seconds(n) for n in range(1, len(reach) + 1)])
+
+
+VALUES = st.lists(st.floats(0, 1), max_size=12)
+TIME = st.sampled_from([0.0, 0.001, 0.003, 0.02, 0.1])
+
+
+@given(buckets(), VALUES, st.data())
+def test_levels_in_cpp_are_the_same_as_in_python(costs, values, data):
+    roots, prompts = data.draw(st.integers(1, 5)), data.draw(st.sampled_from([0, 0, 5, 60]))
+    step = Step(
+        roots + prompts,
+        100,
+        roots + (prompts > 0),
+        roots,
+        prompts,
+        allowed=data.draw(st.sampled_from([float("inf"), 0.05, 0.002])),
+        kept=data.draw(st.floats(0.5, 1.25)),
+    )
+    both = OracleDepthPolicy(costs, step, values), DraftDepthPolicy(costs, step, values)
+    for _ in range(3):
+        assert both[1].least == both[0].least
+        reach = sorted(data.draw(VALUES), reverse=True)
+        level, more, depth = data.draw(TIME), data.draw(TIME), data.draw(st.integers(1, 8))
+        seconds = [level + more * n for n in range(1, len(reach) + 1)]
+        hold, once = data.draw(st.sampled_from([0.1, 0.7, 0.9])), data.draw(TIME)
+        want, found = (policy.size(reach, hold, depth, seconds) for policy in both)
+        assert found == want
+        pays = [bool(policy.pays(reach, hold, depth, once, level)) for policy in both]
+        assert pays[1] == pays[0]
+        before = data.draw(st.lists(st.sampled_from(values or [0.5]), max_size=3))
+        children = data.draw(VALUES)
+        for policy in both:
+            policy.add(children, level, before)
 
 
 def test_a_level_is_run_if_its_draft_tokens_are_worth_its_time():
-    assert growth([]).size([0.9], 0.7, 1, lambda rows: 0.002) == 1
-    assert growth([]).size([0.9], 0.7, 1, lambda rows: 0.02) == 0
-    assert growth([]).size([0.05], 0.7, 1, lambda rows: 0.002) == 0
-    assert growth([]).size([], 0.7, 1, lambda rows: 0.0) == 0
+    assert size(growth([]), [0.9], 0.7, 1, lambda rows: 0.002) == 1
+    assert size(growth([]), [0.9], 0.7, 1, lambda rows: 0.02) == 0
+    assert size(growth([]), [0.05], 0.7, 1, lambda rows: 0.002) == 0
+    assert size(growth([]), [], 0.7, 1, lambda rows: 0.0) == 0
 
 
 def test_a_level_that_takes_longer_than_a_target_allows_is_not_run():
     step = Step(1, 0, 1, 1, allowed=TILES.seconds(1, 0, 1) + 0.002)
-    assert DraftDepthPolicy(TILES, step, []).size([0.9], 0.7, 1, lambda rows: 0.001) == 1
-    assert DraftDepthPolicy(TILES, step, []).size([0.9], 0.7, 1, lambda rows: 0.003) == 0
+    assert size(DraftDepthPolicy(TILES, step, []), [0.9], 0.7, 1, lambda rows: 0.001) == 1
+    assert size(DraftDepthPolicy(TILES, step, []), [0.9], 0.7, 1, lambda rows: 0.003) == 0
     hopeless = Step(1, 0, 1, 1, allowed=TILES.seconds(1, 0, 1) / 2)
-    assert DraftDepthPolicy(TILES, hopeless, []).size([0.9], 0.7, 1, lambda rows: 0.003) == 1
+    assert size(DraftDepthPolicy(TILES, hopeless, []), [0.9], 0.7, 1, lambda rows: 0.003) == 1
 
 
 def test_only_nodes_that_are_worth_their_rows_are_run():
-    assert growth([], roots=4).size([0.9, 0.8, 0.01], 0.7, 1, lambda rows: 0.002 * rows) == 2
+    assert size(growth([], roots=4), [0.9, 0.8, 0.01], 0.7, 1, lambda rows: 0.002 * rows) == 2
 
 
 def test_a_level_whose_draft_tokens_would_not_be_verified_is_not_run():
     full = growth([0.9] * 7)
-    assert growth([]).size([0.5], 0.7, 1, lambda rows: 0.001) == 1
-    assert full.size([0.5], 0.7, 1, lambda rows: 0.001) == 0
+    assert size(growth([]), [0.5], 0.7, 1, lambda rows: 0.001) == 1
+    assert size(full, [0.5], 0.7, 1, lambda rows: 0.001) == 0
 
 
 def test_a_node_is_run_only_if_its_child_would_take_the_place_of_another():
-    assert growth([0.5] * 9).size([0.9, 0.3], 0.7, 1, lambda rows: 1e-5 * rows) == 1
-    assert growth([0.5] * 3).size([0.9, 0.3], 0.7, 1, lambda rows: 1e-5 * rows) == 2
+    assert size(growth([0.5] * 9), [0.9, 0.3], 0.7, 1, lambda rows: 1e-5 * rows) == 1
+    assert size(growth([0.5] * 3), [0.9, 0.3], 0.7, 1, lambda rows: 1e-5 * rows) == 2
 
 
 def test_a_prompt_makes_no_level_cheaper():
     costs = costs_of(lambda rows: 0.01 + 0.002 * rows)
     beside = DraftDepthPolicy(costs, Step(63, 0, 2, 1, prompt_rows=62), [])
-    assert growth([], costs).size([0.9], 0.7, 1, lambda rows: 0.02) == 0
-    assert beside.size([0.9], 0.7, 1, lambda rows: 0.02) == 0
-    assert beside.size([0.9], 0.7, 1, lambda rows: 0.001) == 1
+    assert size(growth([], costs), [0.9], 0.7, 1, lambda rows: 0.02) == 0
+    assert size(beside, [0.9], 0.7, 1, lambda rows: 0.02) == 0
+    assert size(beside, [0.9], 0.7, 1, lambda rows: 0.001) == 1
 
 
 def test_a_level_that_does_not_pay_is_run_where_more_of_them_do():
@@ -366,24 +404,22 @@ def test_a_level_that_does_not_pay_is_run_where_more_of_them_do():
         return 0.001
 
     buckets = costs_of(lambda rows: 0.03 if rows == 1 else 0.06)
-    assert growth([], buckets).size([0.9], 0.9, 1, seconds) == 0
-    assert growth([], buckets).size([0.9], 0.9, 2, seconds) == 1
-    assert growth([], buckets).size([0.9], 0.1, 6, seconds) == 0, "they reach little"
+    assert size(growth([], buckets), [0.9], 0.9, 1, seconds) == 0
+    assert size(growth([], buckets), [0.9], 0.9, 2, seconds) == 1
+    assert size(growth([], buckets), [0.9], 0.1, 6, seconds) == 0, "they reach little"
 
 
 def test_catching_up_is_worth_it_if_later_levels_pay_for_it():
-    def seconds(rows):
-        return 0.025 + 0.0005 * rows
-
-    assert growth([]).first_size([0.9], 0.9, 1, seconds) == 0
-    assert growth([]).first_size([0.9], 0.9, 6, seconds) == 1
-    assert growth([]).first_size([0.9], 0.9, 6, lambda rows: 1.0 + seconds(rows)) == 0
-    assert growth([]).first_size([0.9], 0.1, 6, seconds) == 0, "they reach little"
-    assert growth([]).first_size([], 0.9, 6, seconds) == 0
+    once, level = 0.025, 0.0005
+    assert not growth([]).pays([0.9], 0.9, 1, once, level)
+    assert growth([]).pays([0.9], 0.9, 6, once, level)
+    assert not growth([]).pays([0.9], 0.9, 6, once + 1.0, level)
+    assert not growth([]).pays([0.9], 0.1, 6, once, level), "they reach little"
+    assert not growth([]).pays([], 0.9, 6, once, level)
 
 
 def test_after_a_level_its_time_is_spent_and_its_draft_tokens_count():
-    request_tries = growth([])
+    request_tries = growth([], cls=OracleDepthPolicy)
     before = request_tries.rate
     request_tries.add([0.9], 0.0001)
     assert request_tries.rate > before and request_tries.spent == 0.0001
@@ -392,22 +428,22 @@ def test_after_a_level_its_time_is_spent_and_its_draft_tokens_count():
     assert request_tries.rate < more
 
 
+def rate_of(values):
+    return growth(values, cls=OracleDepthPolicy).rate
+
+
 def test_a_draft_that_a_level_agrees_with_counts_once():
-    request_tries = growth([0.5, 0.6, 0.5])
+    request_tries = growth([0.5, 0.6, 0.5], cls=OracleDepthPolicy)
     request_tries.add([0.8, 0.3], 0.0, before=[0.5])
-    assert request_tries.rate == pytest.approx(growth([0.8, 0.6, 0.5, 0.3]).rate)
+    assert request_tries.rate == pytest.approx(rate_of([0.8, 0.6, 0.5, 0.3]))
     request_tries.add([0.2], 0.0, before=[0.7])
-    assert request_tries.rate == pytest.approx(growth([0.8, 0.6, 0.5, 0.3, 0.2]).rate), (
-        "0.7 was not there"
-    )
-
-
-VALUES = st.lists(st.floats(0, 1), max_size=12)
+    wanted = rate_of([0.8, 0.6, 0.5, 0.3, 0.2])
+    assert request_tries.rate == pytest.approx(wanted), "0.7 was not there"
 
 
 @given(st.lists(st.tuples(VALUES, st.floats(0, 0.1)), max_size=5), buckets(), st.integers(1, 3))
 def test_a_growths_rate_is_that_of_the_best_number_of_all_its_draft_tokens(levels, costs, roots):
-    request_tries = growth([], costs, roots)
+    request_tries = growth([], costs, roots, OracleDepthPolicy)
     for values, seconds in levels:
         held, rate = sorted([*request_tries.values, *values], reverse=True), request_tries.rate
         rates = [
@@ -450,14 +486,13 @@ def test_levels_that_pay_together_are_found_wherever_they_are(
     values, reach, hold, level, once, depth
 ):
     """By trying every number of levels, each with what is left of the reach of the first."""
-    found = growth(values)
+    found, native = growth(values, cls=OracleDepthPolicy), growth(values)
     counted = [gain for gain in reach if gain > found.least]
     pays = any(
         found.is_better([g * hold**k for k in range(n) for g in counted], once + n * level)
         for n in range(1, depth + 1)
     )
-    size = found.first_size(reach, hold, depth, lambda rows: once + level * (rows > 0))
-    assert size == (len(counted) if counted and pays else 0)
+    assert native.pays(counted, hold, depth, once, level) == (bool(counted) and pays)
 
 
 def test_rows_of_unknown_cost_are_tried_by_powers_of_two():

@@ -8,6 +8,7 @@ from itertools import accumulate
 from threading import Lock
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from specserve.speculation.constants import (
@@ -32,7 +33,7 @@ from specserve.speculation.constants import (
     WINDOW,
     WRONG,
 )
-from specserve.speculation.costs import KnownCosts, Step, alike, edges
+from specserve.speculation.costs import KnownCosts, Step, StepCosts, alike, edges
 
 
 class Sample(NamedTuple):
@@ -175,6 +176,28 @@ class RowBucket:
         is_far = not 1 / WRONG < ratio < WRONG
         self.unproven = self.unproven - 1 if is_far else 0
         return is_far and self.unproven == 0
+
+
+def without_prompts(step: Step) -> Step:
+    """Return the step with its roots only."""
+    if not step.prompt_rows:
+        return step
+    rows, context = step.rows - step.prompt_rows, step.root_context
+    return msgspec.structs.replace(
+        step, rows=rows, context=context, requests=rows, prompt_rows=0, attended=context
+    )
+
+
+def allowed_with_draft(step: Step, roots: float) -> float:
+    """Return the allowed time with draft tokens, if the roots take `roots` seconds. A target that
+    the roots miss does not limit drafts, because only drafts can meet it.
+    """
+    return step.allowed if roots <= step.allowed else float("inf")
+
+
+def are_known(costs: StepCosts, step: Step, sizes: Iterable[int]) -> bool:
+    """Return whether steps with so many draft tokens were all measured."""
+    return all(costs.is_known(step.rows + size) for size in sizes)
 
 
 def fitted(buckets: Iterable[RowBucket], before: Sequence[float]) -> list[float]:
@@ -325,7 +348,7 @@ class OracleCosts:
         if not (step.prompt_rows and step.num_roots and any(sizes)):
             return found
         [none] = self.of_equal_rows(step, (0,), is_hopeful)
-        roots, *plain = self.of_equal_rows(step.without_prompts, (0, *sizes), is_hopeful)
+        roots, *plain = self.of_equal_rows(without_prompts(step), (0, *sizes), is_hopeful)
         return [max(f, none + p - roots) for f, p in zip(found, plain, strict=True)]
 
     def of_equal_rows(self, step: Step, sizes: Sequence[int], is_hopeful: bool) -> list[float]:

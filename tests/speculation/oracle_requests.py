@@ -17,6 +17,7 @@ from specserve_drafters.trie import BaseTrie
 from tests.drafters.asks import RequestCandidates
 from tests.speculation.oracle_accounts import OracleStats as AcceptanceStats
 from tests.speculation.oracle_accounts import SavedShare, SourceAccount
+from tests.speculation.oracle_costs import without_prompts
 
 Outcome = tuple[SavedShare, float, bool]  # the share that was saved, and whether of a trial
 # Of a step so far; they are never changed
@@ -200,7 +201,7 @@ class SourceChooser:
     def weigh_tokens(self, costs: StepCosts, step: Step) -> None:
         """Set what an accepted draft token of this step saves, and what its row takes."""
         none, *some = costs.of_each(step, (0, *FEW))
-        roots = costs.of(step.without_prompts) if step.prompt_rows else none
+        roots = costs.of(without_prompts(step)) if step.prompt_rows else none
         self.part, rows = roots / max(step.num_roots, 1), zip(some, FEW, strict=True)
         self.row_share = min([(seconds - none) / size for seconds, size in rows]) / self.part
 

@@ -9,7 +9,6 @@ from specserve.engine.runner import KVLost
 from specserve.scheduling import ScheduledRequest
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
 from specserve.speculation.constants import LATELY, LEAST_ASKED
-from specserve.speculation.draft_depth import DraftDepthPolicy
 from specserve.speculation.planner import Plan
 from specserve.speculation.verify import (
     NO_COUNTS,
@@ -23,6 +22,8 @@ from specserve_drafters.base import DraftSource
 from specserve_drafters.tenants import PerTenant
 from tests.drafters.asks import Asks, RequestCandidates
 from tests.speculation.oracle_accounts import OracleStats
+from tests.speculation.oracle_costs import without_prompts
+from tests.speculation.oracle_depth import OracleDepthPolicy
 from tests.speculation.oracle_requests import (
     AskedSource,
     OracleDraft,
@@ -145,7 +146,7 @@ class OracleSpeculator(AdaptiveSpeculator):
     def depth_policy(self):
         asks = Asks(root.ask for root in self.roots.values())
         values = asks.select(self.scheduler.draft_rows).values
-        return DraftDepthPolicy(self.planner.costs, self.step, values)
+        return OracleDepthPolicy(self.planner.costs, self.step, values)
 
     def settle(self) -> None:
         """Update the accounts of sources after a step."""
@@ -232,7 +233,7 @@ class OracleSpeculator(AdaptiveSpeculator):
         extra = seconds - without
         self.row_seconds = extra / num_draft_tokens if num_draft_tokens else 0.0
         # An accepted token spares later steps a root's part of them, but no rows of prompts.
-        plain = costs.of(step.without_prompts) if step.prompt_rows else none
+        plain = costs.of(without_prompts(step)) if step.prompt_rows else none
         roots = without * plain / none
         self.saved_per_draft_token = roots / step.num_roots
 

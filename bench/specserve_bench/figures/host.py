@@ -29,6 +29,7 @@ from specserve_drafters.native import NativeTrie
 
 SHARED, OWN, NEW_TOKENS = 1000, 24, 150  # tokens of a prompt: the same in all, and its own
 ROUNDS = 3
+ALWAYS = ", asked in each step"
 MOST = 0.9  # share of requests that draft in a step in which nearly all do
 PLANNING = ("merge", "choose", "learn")  # what `auto` adds to the sources' own work
 PHASES = (
@@ -45,6 +46,7 @@ class HostSetting(NamedTuple):
     requests: int
     temperature: float
     pair: str = "demo"
+    is_always: bool = False  # `auto` asks its sources for each request in each step
 
 
 DRAFTING = "drafting"  # key of a step's number of requests with draft tokens, next to the phases
@@ -58,6 +60,7 @@ SETTINGS = (
     HostSetting("model", 1, 0.0),
     HostSetting("model", 32, 0.0),
     *(HostSetting("auto", requests, 0.0, pair) for pair in KV_BYTES for requests in (1, 32)),
+    *(HostSetting("auto", requests, 0.0, is_always=True) for requests in (1, 32)),
 )
 
 
@@ -68,13 +71,14 @@ def measure() -> dict[str, Any]:
     steps: dict[HostSetting, list[Counter[str]]] = {setting: [] for setting in SETTINGS}
     for i in range(1 + ROUNDS):
         for setting, known in steps.items():
-            ran = one_run(llms[setting.pair, setting.drafter].control, commands(setting, source))
+            control = llms[setting.pair, setting.drafter].control
+            ran = one_run(control, commands(setting, source), setting.is_always)
             known += ran if i else []  # the first round warms up
     rows = [summary(setting, known) for setting, known in steps.items()]
     for row in rows:
         if row["drafter"] == "auto":
             share = row["planning_ms"] / row["step_ms"]
-            named = f"{row['pair']}, {row['requests']} requests"
+            named = f"{row['pair']}, {row['requests']} requests{ALWAYS * row['is_always']}"
             words = f"{' + '.join(PLANNING)} {row['planning_ms']:.3f} ms, {share:.1%} of a step"
             print(f"{named}: {words}")
     return {"prompt_tokens": SHARED + OWN, "rows": rows}
@@ -105,10 +109,14 @@ def commands(setting: HostSetting, source: list[int]) -> EngineCommands:
     return EngineCommands([Add(i, packed(p), sampling, [i]) for i, p in enumerate(prompts)], [])
 
 
-def one_run(control: Control, first: EngineCommands) -> list[Counter[str]]:
-    """Nanoseconds by phase of every step that computed a token of each request."""
+def one_run(control: Control, first: EngineCommands, is_always: bool = False) -> list[Counter[str]]:
+    """Nanoseconds by phase of every step that computed a token of each request. If `is_always`,
+    `auto` asks its sources in each step.
+    """
     engine = control.engine
     engine.reset_cache()
+    if isinstance(engine.speculator, AdaptiveSpeculator):
+        engine.speculator.asks_always = is_always
     clock = PhaseClock()
     ours, theirs = socket.socketpair()
     with theirs:  # another process reads the reports, as that of a server does
@@ -276,6 +284,7 @@ def table(result: Mapping[str, Any]) -> str:
     for row in kept:
         low, high = row["host_ms_p10_p90"]
         about = [f"{row[key]:g}" if key == "temperature" else str(row[key]) for key in named]
+        about[named.index("drafter")] += ALWAYS * row.get("is_always", False)
         host = f"{row['host_ms']:.2f} ({low:.2f} to {high:.2f})"
         each = [f"{row['phases_ms'][phase]:.3f}" for phase in phases]
         rows.append([*about, f"{row['step_ms']:.2f}", host, *each])

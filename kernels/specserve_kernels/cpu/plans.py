@@ -134,3 +134,32 @@ def plan_functions_of(library: CDLL) -> PlanFunctions:
         named(library, "settle_step", None, p, x, x),
         named(library, "clear_step", None, p),
     )
+
+
+class DepthFunctions(NamedTuple):
+    """C functions that choose the levels of a draft model. Values are of C's double."""
+
+    policy: Callable[..., int]  # costs, step, values of candidates, n -> policy
+    free: Callable[[int], None]
+    least: Callable[[int], float]
+    size: Callable[..., int]  # policy, reach, n, hold, depth, seconds by number of nodes
+    pays: Callable[..., int]  # policy, reach, n, hold, depth, seconds once, seconds of a level
+    add: Callable[..., None]  # policy, values of children, n, values before, n, seconds
+
+
+def depth_functions() -> DepthFunctions:
+    """Return the functions. BuildError if there is no library."""
+    return depth_functions_of(build.library())
+
+
+@cache
+def depth_functions_of(library: CDLL) -> DepthFunctions:
+    p, n, x = c_void_p, c_int64, c_double
+    return DepthFunctions(
+        named(library, "depth_policy", p, p, p, p, n),
+        named(library, "free_depth_policy", None, p),
+        named(library, "least_value", x, p),
+        named(library, "level_size", n, p, p, n, x, n, p),
+        named(library, "levels_pay", n, p, p, n, x, n, x, x),
+        named(library, "add_level", None, p, p, n, p, n, x),
+    )
