@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from specserve_bench.figures import __main__ as figures
 from specserve_kernels.cpu.levels import usable_levels
@@ -40,6 +41,25 @@ def test_the_named_parts_are_measured_and_kept(measured, capsys):
     assert measured == [("host",), ("demo",)]
     assert kept() == {"host-cpu.json"}
     assert "{'ms': 1}\n{\"machine\": " in capsys.readouterr().out
+
+
+def test_each_part_begins_with_the_threads_of_the_process(measured, monkeypatch):
+    threads, before = [], torch.get_num_threads()
+    part = figures.module("host")
+
+    def measure():
+        threads.append(torch.get_num_threads())
+        torch.set_num_threads(1)  # as an engine that measured so few to be faster
+        return {}
+
+    monkeypatch.setattr(part, "measure", measure)
+    monkeypatch.setattr(figures, "module", lambda name: part)
+    torch.set_num_threads(2)
+    try:
+        assert figures.main(["host", "kv"]) == 0
+    finally:
+        torch.set_num_threads(before)
+    assert threads == [2, 2]
 
 
 def test_a_level_of_the_kernels_has_a_file_of_its_own(measured, monkeypatch, capsys):

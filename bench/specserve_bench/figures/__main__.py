@@ -15,6 +15,7 @@ from typing import Any
 import specserve  # noqa: F401, first: it configures the process before torch loads
 
 import msgspec  # isort: skip
+import torch  # isort: skip
 
 from specserve.errors import ConfigError
 from specserve_bench import arguments, machine, suite
@@ -75,7 +76,9 @@ def main(argv: Sequence[str]) -> int:
         if others:
             p.error(f"--level supports only {', '.join(OF_KERNELS)}, not {others[0]}")
         use_level(args.level)
+    threads = torch.get_num_threads()
     for name in args.parts or FIGURES:
+        torch.set_num_threads(threads)  # an engine of the part before may have changed it
         figure = module(name)
         result = figure.measure()
         print(figure.table(result))
