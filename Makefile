@@ -23,8 +23,9 @@ TIMED = $(shell grep -rl --include='test_*.py' 'mark\.timed' tests)
 
 DIST := dist
 
-# Two workers, each with whole files in the order of tests/conftest.py; only tests of times rerun.
-ON_TWO := -n 2 --dist loadfile --no-loadscope-reorder -p no:rerunfailures
+# Workers with whole files, in the order of tests/conftest.py: three, because on two cores tests often wait
+# for servers. Only tests of times rerun.
+WORKERS := -n 3 --dist loadfile --no-loadscope-reorder -p no:rerunfailures
 
 .PHONY: setup levels test promises everyday timed thorough check browser pictures equivalence equivalence-tools real real-quick real-models agents lint docs reference dist \
 	serve generate bench soak gpu-check gpu-wheels
@@ -50,15 +51,15 @@ levels: setup
 	$(PY) -m tests.kernels.levels
 
 test: setup
-	$(PY) -m pytest -m "not slow and not timed and not thorough and not real" $(ON_TWO)
+	$(PY) -m pytest -m "not slow and not timed and not thorough and not real" $(WORKERS)
 
 # The part of what `thorough` adds that CI runs: texts of all families and drafters, restarts, refusals, ...
 promises: setup
-	$(PY) -m pytest -m "ci and not slow and not timed" $(ON_TWO)
+	$(PY) -m pytest -m "ci and not slow and not timed" $(WORKERS)
 
 # Both in one run, for CI: each run imports, collects and waits for its last file.
 everyday: setup
-	$(PY) -m pytest -m "(ci or not thorough) and not slow and not timed and not real" $(ON_TWO)
+	$(PY) -m pytest -m "(ci or not thorough) and not slow and not timed and not real" $(WORKERS)
 
 # Tests of times, alone on the machine.
 timed: setup
@@ -66,7 +67,7 @@ timed: setup
 
 # All tests but the slow ones, about fifteen minutes on two cores; CI runs those of `test`, `promises` and `timed`.
 thorough: setup
-	$(PY) -m pytest -m "not slow and not timed and not real" $(ON_TWO)
+	$(PY) -m pytest -m "not slow and not timed and not real" $(WORKERS)
 	$(MAKE) timed
 
 check: thorough
