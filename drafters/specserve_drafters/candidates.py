@@ -188,16 +188,6 @@ def checked(candidates: Iterable[object], source: str, vocab_size: int) -> list[
     return valid
 
 
-class ChosenDraft(NamedTuple):
-    """A draft, and the node and the sources of each of its tokens. The source that proposed a token
-    first is the first of its sources.
-    """
-
-    draft: Draft
-    nodes: list[int]
-    sources: list[tuple[str, ...]]
-
-
 class Size(msgspec.Struct, frozen=True):
     """A number of draft tokens for a step."""
 

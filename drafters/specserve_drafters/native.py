@@ -249,11 +249,10 @@ class Buffers(threading.local):
     """Outputs of calls. A thread copies what a call has written before its next call."""
 
     def __init__(self) -> None:
-        self.ints = [array("i", [0] * ROOM) for _ in range(4)]
-        self.doubles, self.codes = array("d", [0.0] * ROOM), array("Q", [0] * ROOM)
+        self.ints = [array("i", [0] * ROOM) for _ in range(3)]
+        self.doubles = array("d", [0.0] * ROOM)
         self.of_ints = [column.buffer_info()[0] for column in self.ints]  # addresses
         self.of_doubles = self.doubles.buffer_info()[0]
-        self.of_codes = self.codes.buffer_info()[0]
         self.reals = [array("d", [0.0] * ROOM) for _ in range(3)]
         self.level_columns: Any = None
 

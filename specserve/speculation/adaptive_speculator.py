@@ -186,7 +186,7 @@ class AdaptiveSpeculator:
         self.number = 0
         self.step = Step(0, 0, 0, 0)
         self.plan: Plan | None = None
-        self.num_scopes, self.is_paused = 0, False  # of the step; if all of them are paused
+        self.is_paused = False  # all tenant scopes of the step are
         self.stepped: list[RequestDraft] = []  # its roots
         self.roots: dict[int, RequestDraft] = {}  # those for which sources were asked, by request
         self.verified = 0.0  # seconds of the target's forward
@@ -221,7 +221,7 @@ class AdaptiveSpeculator:
         due = self.due([s for s in scheduled if s.is_root], planning)
         for model in self.models if due or asked_before else ():
             model.lend([root.request for root in due])
-        asking = self.plans.told.asking if due else 0.0
+        asking = self.plans.told.asking
         self.considering = -start + (start := perf_counter()) - asking
         if due:
             self.make(due)

@@ -96,9 +96,9 @@ class DraftDepthController:
         behind = sum(self.catching_up(self.requests[i]) for i in order)
         least, costs = self.growth.least, self.model.first_costs
         gains = [reach[i] for i in order if reach[i] > least]
-        once, size = behind + self.seconds(costs, 0, 0), len(gains)
-        level = behind + self.seconds(costs, rows[size], size) - once
-        if not (gains and self.growth.pays(gains, HOLD, self.max_depth, once, level)):
+        size = len(gains)
+        level = self.seconds(costs, rows[size], size)
+        if not (gains and self.growth.pays(gains, HOLD, self.max_depth, behind, level)):
             size = 0
         left = order[size:]
         tried = self.due(left)

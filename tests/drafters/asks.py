@@ -6,13 +6,13 @@ from array import array
 from ctypes import Structure, byref, c_double, c_int64, c_void_p
 
 from specserve.speculation.constants import LEAST_EXPECTED
-from specserve_drafters.candidates import ChosenDraft, Draft, Size, WeighedSizes
+from specserve_drafters.candidates import Draft, Size, WeighedSizes
 from specserve_drafters.trie import LEAST_VALUE
 from specserve_kernels.cpu import build
 from specserve_kernels.cpu.drafting import named
 from tests.drafters import oracle_trie
 from tests.drafters.native_tries import sources_of
-from tests.drafters.oracle_trie import RequestCandidates, Selection
+from tests.drafters.oracle_trie import ChosenDraft, RequestCandidates, Selection
 
 __all__ = ["Asks", "RequestCandidates", "Selection"]
 ROOM = 1 << 12

@@ -3,10 +3,11 @@
 from array import array
 from ctypes import c_int64, c_void_p
 
-from specserve_drafters.candidates import ROOT, ChosenDraft, Draft
-from specserve_drafters.native import BUFFERS, NativeCalibration, NativeTrie
+from specserve_drafters.candidates import ROOT, Draft
+from specserve_drafters.native import NativeCalibration, NativeTrie
 from specserve_kernels.cpu import build
 from specserve_kernels.cpu.drafting import named
+from tests.drafters.oracle_trie import ChosenDraft
 
 P, N = c_void_p, c_int64
 
@@ -37,12 +38,13 @@ class OpenTrie(NativeTrie):
         return self.child(ROOT, tokens[0]) if tokens else None
 
     def draft(self, chosen):
-        n, which, out = len(chosen), array("i", chosen), BUFFERS
-        columns = which.buffer_info()[0], *out.of_ints, out.of_codes
+        n, which, codes = len(chosen), array("i", chosen), array("Q", [0] * len(chosen))
+        ints = [array("i", [0] * n) for _ in range(4)]
+        columns = (column.buffer_info()[0] for column in (which, *ints, codes))
         call("draft", P, N, *[P] * 6)(self.handle, n, *columns)
-        tokens, parents, numbers, order = (column[:n].tolist() for column in out.ints)
+        tokens, parents, numbers, order = (column.tolist() for column in ints)
         draft = Draft(tokens, parents, numbers if any(numbers) else [])
-        return ChosenDraft(draft, order, [sources_of(self, code) for code in out.codes[:n]])
+        return ChosenDraft(draft, order, [sources_of(self, code) for code in codes])
 
 
 def sources_of(trie, code):

@@ -19,7 +19,6 @@ from specserve.speculation.costs import Step, StepCosts
 from specserve_drafters.candidates import (
     MAX_NODES,
     ROOT,
-    ChosenDraft,
     Draft,
     Rules,
     Size,
@@ -338,7 +337,7 @@ class Trie(BaseTrie):
             if len(scores) > 1:
                 self.calibration.agreed(scores, child == accepted)
 
-    def draft(self, chosen: Sequence[int]) -> ChosenDraft:
+    def draft(self, chosen: Sequence[int]) -> "ChosenDraft":
         path, rest, end = [ROOT], [], ROOT
         for node in chosen:
             if self.parents[node] == end:
@@ -354,6 +353,16 @@ class Trie(BaseTrie):
         expanded = [self.expanded[node] for node in order]
         draft = Draft(tokens, parents, expanded if any(expanded) else [])
         return ChosenDraft(draft, order, [tuple(self.sources(node)) for node in order])
+
+
+class ChosenDraft(NamedTuple):
+    """A draft, and the node and the sources of each of its tokens. The source that proposed a token
+    first is the first of its sources.
+    """
+
+    draft: Draft
+    nodes: list[int]
+    sources: list[tuple[str, ...]]
 
 
 class Selection(NamedTuple):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from specserve_kernels import Codes
+from specserve_kernels import Codes, cpu, reference
 from specserve_kernels.cpu import arguments
 from tests.kernels.random_steps import random_tensor
 
@@ -69,6 +69,15 @@ class Maps(NamedTuple):
             torch.set_num_threads(threads)
             for name, got in self.outputs(gemm, x[rows], rows).items():
                 assert torch.equal(got, want[name][rows]), (name, threads, rows)
+
+
+def check_bits(packed, codes, x, sizes, names):
+    """Some rows of these outputs of the C++ ops have the bits of the reference."""
+    for n in sizes:
+        want = codes.outputs(reference, x[:n], list(range(n)))
+        got = packed.outputs(cpu, x[:n], list(range(n)))
+        for name in names:
+            assert torch.equal(got[name], want[name]), (name, n)
 
 
 def chunks(rng, num_rows):

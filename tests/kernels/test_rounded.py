@@ -7,7 +7,7 @@ import torch
 
 from specserve_kernels import Codes, cpu, reference
 from specserve_kernels.codes import MAX_ROUNDED
-from tests.kernels.maps import maps_of, random_codes
+from tests.kernels.maps import check_bits, maps_of, random_codes
 from tests.kernels.random_steps import random_tensor
 from tests.kernels.test_codes import BUILDS, DTYPES, STEP, Coded, made
 
@@ -131,11 +131,7 @@ def test_rounded_rows_on_arm_too():
     for dtype, (N, K) in itertools.product((torch.float32, torch.bfloat16), ((40, 96), (33, 2101))):
         x = random_tensor(9, K, dtype=dtype)
         packed, codes = (rounding_maps(ops, N, K, dtype, 9) for ops in (cpu, reference))
-        for n in (1, 2, 3, 6, 9):
-            want = codes.outputs(reference, x[:n], list(range(n)))
-            got = packed.outputs(cpu, x[:n], list(range(n)))
-            for name in EXACT:
-                assert torch.equal(got[name], want[name]), (name, n)
+        check_bits(packed, codes, x, (1, 2, 3, 6, 9), EXACT)
 
 
 @pytest.mark.slow

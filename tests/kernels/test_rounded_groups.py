@@ -11,7 +11,7 @@ from specserve_kernels.codes import MAX_ROUNDED, MAX_ROUNDED_GROUP
 from specserve_kernels.reference.kv import quantize
 from specserve_kernels.reference.rounded import fma
 from specserve_kernels.types import AdapterSums
-from tests.kernels.maps import VALUES, maps_of, random_codes, widened
+from tests.kernels.maps import VALUES, check_bits, maps_of, random_codes, widened
 from tests.kernels.random_steps import random_tensor
 from tests.kernels.test_codes import BUILDS, DTYPES, STEP, Coded, made
 
@@ -340,11 +340,7 @@ ARM_ROWS = 1, 2, 3, 4, 9  # of 4 bits, more than 8 multiply decoded codes
 def has_bits_of_the_reference(shape, form, dtype, num_rows):
     x = random_tensor(max(num_rows), shape[1], dtype=dtype)
     packed, codes = (rounding_maps(ops, shape, form, dtype, len(x)) for ops in (cpu, reference))
-    for n in num_rows:
-        want = codes.outputs(reference, x[:n], list(range(n)))
-        got = packed.outputs(cpu, x[:n], list(range(n)))
-        for name in EXACT:
-            assert torch.equal(got[name], want[name]), (name, n)
+    check_bits(packed, codes, x, num_rows, EXACT)
 
 
 @pytest.mark.slow

@@ -106,15 +106,19 @@ class AskedInPython(NativeSource):
         self.address = 0
 
 
+def make_rows_free(engine):
+    engine.scheduler.timed, costs = (lambda rows, seconds: None), engine.scheduler.costs
+    for edge in costs.edges * KNOWN:
+        costs.observe(edge, 0, 1, STEP)
+
+
 @pytest.mark.parametrize("limits", [{}, {"max_depth": 2}])
 def test_a_source_that_cpp_asks_drafts_and_counts_as_one_that_python_asks(target, limits):
     """Also next to sources that Python asks, and within the limits of requests."""
     found = []
     for cls in (NativeSource, AskedInPython, NgramSource):
         engine = engine_for(target, None, "auto", max_nodes=16)
-        engine.scheduler.timed, costs = (lambda rows, seconds: None), engine.scheduler.costs
-        for edge in costs.edges * KNOWN:
-            costs.observe(edge, 0, 1, STEP)  # all rows are free
+        make_rows_free(engine)
         engine.speculator = speculator = planned(engine, cls(), Guessing("guess", []))
         ask_always(engine)
         params = greedy(50, speculation=SpeculationParams(**limits))
@@ -141,6 +145,42 @@ class Guessing(Oracle):
 
     def chain(self, tokens):
         return super().chain([4, 7])
+
+
+class Extending(Oracle):
+    """Adds one token to the candidates of others; it proposes nothing itself."""
+
+    is_estimating, extends_paths = True, True
+
+    def extend(self, trie, item, proposed):
+        trie.merge([Candidate(7, ROOT, 0.5, self.name)])
+        proposed[self.name] = 1
+
+
+def test_paths_are_extended_also_if_only_sources_in_cpp_are_asked(target):
+    engine = engine_for(target, None, "auto", max_nodes=16)
+    make_rows_free(engine)
+    engine.speculator = planned(engine, NativeSource(), Extending("more", []))
+    engine.add(PROMPT * 2, greedy(40))
+    while not engine.is_idle:
+        engine.step()
+    sums = engine.stats.sources
+    assert sums["ngram"].proposed > 0 and sums["more"].proposed > 5
+
+
+def test_draft_tokens_of_late_requests_come_first(target):
+    """Of two requests with the same text, whichever is behind its target."""
+    for late in (0, 1):
+        engine = engine_for(target, None, "auto", max_nodes=16)
+        engine.speculator = speculator = planned(engine, NativeSource())
+        ask_always(engine)
+        for _ in range(2):
+            engine.add(PROMPT * 4, greedy(9))
+        while len(speculator.roots) < 2 or not min(len(r.trie) for r in speculator.roots.values()):
+            engine.step()
+        speculator.plans.set_behind([2.0 * (place == late) for place in range(2)])
+        speculator.plans.select(4)
+        assert speculator.plans.told.places[0] == late
 
 
 class Late(Oracle):

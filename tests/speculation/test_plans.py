@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from specserve.exchange.messages import Stats
 from specserve.speculation import planner
+from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
 from specserve.speculation.planner import NoLibraryError, Plans
 from specserve_kernels.cpu import BuildError
 from tests.engine.clock import Clock
@@ -152,6 +153,25 @@ def test_accounts_and_drafts_are_those_of_the_slow_form(clock, world, others):
     for number, (expected, found) in enumerate(zip(want, got, strict=True)):
         assert found[:2] == expected[:2], number
         assert found[2] == pytest.approx(expected[2], rel=1e-9, abs=1e-12), number
+
+
+@settings(max_examples=8, deadline=None, phases=set(Phase) - {Phase.shrink})
+@given(worlds(), OTHERS)
+def test_a_request_that_gets_another_source_keeps_what_its_step_took_and_saved(
+    clock, world, others
+):
+    """As if a grammar began at any step: its sources are bound again before the accounts settle."""
+    start, due = clock.now, AdaptiveSpeculator.due
+    want = states(world, clock, others, start)
+
+    def rebound(speculator, *args):
+        for root in speculator.served.values():
+            root.bind()
+        return due(speculator, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AdaptiveSpeculator, "due", rebound)
+        assert states(world, clock, others, start) == want
 
 
 def test_auto_needs_the_library(monkeypatch):

@@ -37,8 +37,8 @@ STATIC = ("-static-libstdc++", "-static-libgcc", "-Wl,--gc-sections", "-Wl,--exc
 # Sources without vectors, whose work is too short for special instructions. All levels share their
 # objects, which any CPU runs.
 PORTABLE = (
-    *("attention_plan", "costs", "depth", "move_kv", "ngrams", "plans", "run", "suffixes"),
-    *("team", "tries"),
+    *("attention_plan", "costs", "depth", "move_kv", "ngrams"),
+    *("plans", "run", "suffixes", "team", "tries"),
 )
 INCLUDE = re.compile(rb'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 FULL = errno.ENOSPC, errno.EDQUOT  # errors of a full disk or quota

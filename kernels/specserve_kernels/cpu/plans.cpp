@@ -654,14 +654,17 @@ extern "C" Root* specserve_root(Scope* scope, int64_t id, int64_t is_sampled, in
 extern "C" void specserve_free_root(Root* root) { delete root; }
 
 // Set the sources that serve a request: [n, 4] of source, number in the calibration, `Means`, and
-// the source in C++, if so.
+// the source in C++, if so. Those that have served it keep what they did in a step that is not
+// settled.
 extern "C" void specserve_bind_root(Root* root, int64_t n, const int64_t* sources) {
-  root->served.clear();
+  std::vector<Served> served;
   for (int64_t k = 0; k < n; k++, sources += 4) {
     auto* native = reinterpret_cast<NativeSource*>(sources[3]);
-    root->served.push_back({sources[0], sources[1], Means(sources[2]), native});
-    root->served.back().account = &root->scope.account(sources[0]);
+    Served* known = root->find(sources[0]);
+    served.push_back(known ? *known : Served{sources[0], sources[1], Means(sources[2]), native});
+    served.back().account = &root->scope.account(sources[0]);
   }
+  root->served = std::move(served);
 }
 
 extern "C" void specserve_set_trie(Root* root, void* trie) { root->trie = trie; }
